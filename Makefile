@@ -9,14 +9,16 @@ STAMP  := $(VENV)/.installed
 # Tests start some fifty processes, each of which would compile all modules that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint types tests avx2 long slow bench clean
+.PHONY: help demo test docs lint types tests avx2 long browser slow bench clean
 
 help:
 	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
 	@echo "make test   set up, lint, check types, run the tests"
 	@echo "make avx2   set up, run the tests that compare numbers as a CPU without AVX-512 does"
 	@echo "make long   set up, run the tests that take longest, which CI runs as well: some minutes"
+	@echo "make browser  set up, run the tests of a plan's page, where Chromium is installed"
 	@echo "make slow   set up, run the largest tests: some hours"
+	@echo "make docs   set up, build the site of docs/ into site/"
 	@echo "make bench  set up, print the figures of the README's table"
 	@echo "make clean  remove what the others made"
 
@@ -55,9 +57,24 @@ long: $(STAMP)
 	@echo "== long tests"
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 -m "long and not gpu and not peer and not slow" $(ARGS)
 
+# Uses a Chromium that is installed, and skips the tests without one; playwright brings no browser of its own here.
+browser: $(STAMP)
+	@echo "== tests of a plan's page in a browser"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	$(BIN)/python -m pytest -q -rs -m browser $(ARGS)
+
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)
 	EXAMPLES=4 $(BIN)/python -m pytest -q -n 2 -m hypothesis $(ARGS)
+
+# mkdocs-material 9.8 announces its successor in every build, which is no warning of this site.
+docs: $(VENV)/.docs
+	@echo "== site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.validation.benchmarks.w1 $(ARGS)
@@ -75,5 +92,5 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -77,6 +77,7 @@ from shardlib.tensor.rank_checks import from_local
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 from shardlib.tensor.visualize import visualize
 from shardlib.testing.check import check
+from shardlib.testing.compare_meshes import compare_meshes
 from shardlib.testing.measure_machine import measure as _measure  # noqa: F401  (tells Machine how)
 from shardlib.testing.prove_rule import Proof, prove
 from shardlib.testing.scaling import scaling
@@ -88,7 +89,7 @@ __all__ = [
     # compiling and planning
     "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
     # what a step would take
-    "Machine", "Schedule", "scaling",
+    "Machine", "Schedule", "scaling", "compare_meshes",
     # modules of torch
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     # per-device code by hand

@@ -90,7 +90,8 @@ class Compiled:
     @cached_property
     def propagated(self) -> Decisions:
         """The decisions and their reasons; after folding, they are spread to all layers on first use."""
-        return self.propagate_whole()
+        with paused_gc():
+            return self.propagate_whole()
 
     def decisions(self, *, by_layer: bool) -> GraphDecisions:
         """Returns the decisions about the whole graph, or, `by_layer`, those about some of equal layers."""

@@ -1,10 +1,12 @@
-"""Parses sizes of memory."""
+"""Parses sizes of memory, and counts the bytes of files."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from decimal import Decimal
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from shardlib.core.errors import ShardingError
@@ -36,6 +38,15 @@ def nbytes(size: Any, name: str) -> int:
             remedy=f'{name}="{match[1]}{unit}"' if match and unit else f'{name}="{_EXAMPLES.get(name, "25MiB")}"',
         )
     return int(count)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Returns the bytes of the files in a folder, to which others may write meanwhile."""
+    total = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):  # it has been renamed
+            total += path.stat().st_size
+    return total
 
 
 def _intended_unit(unit: str) -> str:

@@ -1,11 +1,12 @@
-"""Times the stages of compilation, and shows progress on a terminal if they are slow."""
+"""Times the stages of compilation, and shows the progress of slow work on a terminal."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _AFTER, _EVERY = 3.0, 1.0  # seconds until the first progress line, and between updates
@@ -31,13 +32,16 @@ class StageClock:
 
 
 @contextmanager
-def show_progress(name: str, clock: StageClock) -> Iterator[None]:
-    """Shows stage and seconds in one line on stderr, if that is a terminal and planning `name` takes over 3 s."""
-    if sys.stderr is None or not sys.stderr.isatty():
+def show_progress(describe: Callable[[], str]) -> Iterator[None]:
+    """Shows `describe()` and the seconds so far in one line on stderr, if that is a terminal and the block takes 3 s.
+
+    The environment variable `SHARDLIB_PROGRESS=0` turns it off.
+    """
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("SHARDLIB_PROGRESS") == "0":
         yield
         return
     done = threading.Event()
-    speaker = threading.Thread(target=_write_progress, args=(name, clock, done), daemon=True)
+    speaker = threading.Thread(target=_write_progress, args=(describe, done), daemon=True)
     speaker.start()
     try:
         yield
@@ -46,11 +50,11 @@ def show_progress(name: str, clock: StageClock) -> Iterator[None]:
         speaker.join()
 
 
-def _write_progress(name: str, clock: StageClock, done: threading.Event) -> None:
+def _write_progress(describe: Callable[[], str], done: threading.Event) -> None:
     begin, wait, line = time.perf_counter(), _AFTER, ""
     while not done.wait(wait):
         seconds, wait = time.perf_counter() - begin, _EVERY
-        before, line = len(line), f"shardlib plans {name}: {clock.stage}, {seconds:.0f} s"
+        before, line = len(line), f"shardlib {describe()}, {seconds:.0f} s"
         sys.stderr.write(f"\r{line:{before}}")
         sys.stderr.flush()
     if line:

@@ -27,19 +27,23 @@ def format_table(rows: Sequence[tuple[str, ...]], limit: int = 64) -> list[str]:
 
 def fold_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Merges rows whose first cells differ only by an index (`layers[0]`, `layers[1]`), and appends their number."""
+    return [(f"{name} x {n}" if n > 1 else name, *rest) for name, n, rest in group_names(rows)]
+
+
+def group_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Merges rows whose first cells differ only by an index; returns each name with stars, its rows, other cells."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for name, *rest in rows:
         parts = re.split(r"(?<=\[)(\d+)(?=\])|(?<=\.)(\d+)(?=\.|$)", name)
         words = [part for part in parts if part is not None]
         pattern = "".join("*" if word.isdecimal() else word for word in words)
         groups.setdefault((pattern, *rest), []).append(words)
-    return [(_merge_names(names), *rest) for (_, *rest), names in groups.items()]
+    return [(_merge_names(names), len(names), tuple(rest)) for (_, *rest), names in groups.items()]
 
 
 def _merge_names(names: Sequence[Sequence[str]]) -> str:
     """Joins the words that all names share, with a star for the others."""
-    shared = "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
-    return shared if len(names) == 1 else f"{shared} x {len(names)}"
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def fold_rows(rows: Sequence[Row]) -> list[Row]:
     out: list[Row] = []
     i = 0
     while i < len(rows):
-        period, times = _best_repeat(shapes, i, heads)
+        period, times = best_repeat(shapes, i, heads)
         if times < 2:
             out.append(rows[i])
             i += 1
@@ -92,7 +96,7 @@ def indent_rows(rows: Sequence[Row]) -> list[str]:
     return ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in rows]
 
 
-def _best_repeat(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
+def best_repeat(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
     """Returns period and number of the repeats from line `i` that save most lines.
 
     A block with a heading starts with one.

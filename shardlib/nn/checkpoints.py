@@ -27,7 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlib.core.byte_sizes import folder_bytes
 from shardlib.core.errors import ShardingError
+from shardlib.core.stage_clock import show_progress
+from shardlib.core.text_tables import format_si
 from shardlib.distributed import torch_waits, world
 from shardlib.nn.checkpoint_entries import describe_state, destinations, insert_tensors, is_value, split_state
 from shardlib.nn.checkpoint_values import encode_values, read_values
@@ -120,12 +123,13 @@ class Checkpoints:
             self._writing = thread.submit(self._finish_async, saving, content, facts, partial, final)
             thread.shutdown(wait=False)
             return final
-        _call_torch("state_dict_saver.save", tensors, partial)
         error = None
-        try:
-            self._finish(content, facts, partial, final)
-        except OSError as first:
-            error = first
+        with show_progress(lambda: f"saves {final.name}: {format_si(folder_bytes(partial), 'B')}"):
+            _call_torch("state_dict_saver.save", tensors, partial)
+            try:
+                self._finish(content, facts, partial, final)
+            except OSError as first:
+                error = first
         _raise_on_all_ranks(lambda: error)
         return final
 

@@ -9,6 +9,13 @@
 | `hsdp` | over both | over `shard` | over `shard` | over `shard` | MiCS (Zhang et al. 2022, arXiv:2205.00119) |
 
 Moments are optimizer state with the shape of the parameter; statistics of rows and columns (Adafactor) are replicated.
+
+Example:
+    >>> import torch, shardlib as sl
+    >>> with sl.Mesh(x=4):  # no axis has a usual name, so the strategy names it
+    ...     model = sl.parallelize(torch.nn.Linear(8, 4), strategy=sl.strategies.fsdp("x", threshold=8))
+    >>> sl.typeof(model.weight), sl.typeof(model.bias)
+    ('f32[4, 8@x]', 'f32[4]')
 """
 
 from __future__ import annotations
@@ -94,12 +101,22 @@ def ddp(*axes: str) -> Strategy:
 
 
 def zero1(*axes: str, threshold: int = 0) -> Strategy:
-    """As `ddp`, with sharded moments: each device updates its shard, and parameters are gathered."""
+    """As `ddp`, with sharded moments: each device updates its shard, and parameters are gathered.
+
+    Example:
+        >>> zero1().on(Mesh.abstract(data=8)).moments
+        ('data',)
+    """
     return Strategy(axes or None, moments=axes or None, threshold=threshold)
 
 
 def zero2(*axes: str, threshold: int = 0) -> Strategy:
-    """As `zero1`, with sharded gradients: each device gets the sum of its shard."""
+    """As `zero1`, with sharded gradients: each device gets the sum of its shard.
+
+    Example:
+        >>> zero2("data").on(Mesh.abstract(data=8)).gradients
+        ('data',)
+    """
     return Strategy(axes or None, gradients=axes or None, moments=axes or None, threshold=threshold)
 
 

@@ -39,26 +39,59 @@ def psum(x: Any, axis: Axis) -> Any:
 
 
 def pmean(x: Any, axis: Axis) -> Any:
-    """Returns the mean of all devices' `x`, of any shape, on every device."""
+    """Returns the mean of all devices' `x`, of any shape, on every device.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: sl.pmean(x.mean(), "data"), in_specs="n@data", out_specs="")
+        ...     print(step(torch.arange(8.0)).full_tensor())
+        tensor(3.5000)
+    """
     _, axes, n = resolve_group("pmean", axis)
     total = Communication("all_reduce", axes, ("sum",))
     return _map_tensors("pmean", lambda leaf: total(leaf) / n, x, lambda number: number)
 
 
 def pmax(x: Any, axis: Axis) -> Any:
-    """Returns the elementwise maximum of all devices' `x`. It has tangents, but no gradient: detach x."""
+    """Returns the elementwise maximum of all devices' `x`. It has tangents, but no gradient: detach x.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: sl.pmax(x, "data"), in_specs="n@data", out_specs="n")
+        ...     print(step(torch.arange(4.0)).full_tensor())
+        tensor([2., 3.])
+    """
     _, axes, _ = resolve_group("pmax", axis)
     return _map_tensors("pmax", Communication("all_reduce", axes, ("max",)), x, lambda number: number)
 
 
 def pmin(x: Any, axis: Axis) -> Any:
-    """Returns the elementwise minimum of all devices' `x`. It has tangents, but no gradient: detach x."""
+    """Returns the elementwise minimum of all devices' `x`. It has tangents, but no gradient: detach x.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: sl.pmin(x, "data"), in_specs="n@data", out_specs="n")
+        ...     print(step(torch.arange(4.0)).full_tensor())
+        tensor([0., 1.])
+    """
     _, axes, _ = resolve_group("pmin", axis)
     return _map_tensors("pmin", Communication("all_reduce", axes, ("min",)), x, lambda number: number)
 
 
 def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
-    """Concatenates all devices' `x` along `dim` (`tiled=False`: stacks them in a new dim), on every device."""
+    """Concatenates all devices' `x` along `dim` (`tiled=False`: stacks them in a new dim), on every device.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     stack = sl.shard_map(lambda x: sl.all_gather(x, "data", tiled=False), "n@data", out_specs="device n")
+        ...     print(stack(torch.arange(4)).full_tensor())
+        tensor([[0, 1],
+                [2, 3]])
+    """
     _, axes, n = resolve_group("all_gather", axis)
 
     def gather(x: Tensor) -> Tensor:
@@ -69,7 +102,15 @@ def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
 
 
 def reduce_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """Returns this device's shard, along `dim`, of the sum of all devices' `x`; n devices must divide that dim."""
+    """Returns this device's shard, along `dim`, of the sum of all devices' `x`; n devices must divide that dim.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: sl.reduce_scatter(x, "data"), in_specs="n@data", out_specs="n@data")
+        ...     print(step(torch.arange(4)).full_tensor())
+        tensor([2, 4])
+    """
     _, axes, n = resolve_group("reduce_scatter", axis)
 
     def scatter(x: Tensor) -> Tensor:
@@ -84,6 +125,13 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     """Sends parts of `x` along `split_dim` to the devices, in order, and concatenates arrivals along `concat_dim`.
 
     `[n * a, b]` becomes `[a, n * b]` with `split_dim=0, concat_dim=1`; n devices must divide `split_dim`.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     columns = sl.shard_map(lambda x: sl.all_to_all(x, "data", 1, 0), "n@data d", out_specs="n d@data")
+        ...     print(sl.typeof(columns(torch.ones(4, 6))))
+        f32[4, 6@data]
     """
     _, axes, n = resolve_group("all_to_all", axis)
 
@@ -99,6 +147,13 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends `x` along each pair `(source, destination)` of `perm`; a device that receives nothing gets zeros.
 
     Raises `ShardingError` if a device sends, or receives, twice.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     swap = sl.shard_map(lambda x: sl.ppermute(x, "data", [(0, 1), (1, 0)]), "n@data", out_specs="n@data")
+        ...     print(swap(torch.arange(4)).full_tensor())
+        tensor([2, 3, 0, 1])
     """
     _, axes, n = resolve_group("ppermute", axis)
     pairs = [(int(a), int(b)) for a, b in perm]
@@ -139,7 +194,15 @@ def _map_tensors(
 
 
 def axis_index(axis: Axis) -> Tensor:
-    """Returns the coordinate of this device along `axis`, as an int64 tensor without dims."""
+    """Returns the coordinate of this device along `axis`, as an int64 tensor without dims.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: x + 10 * sl.axis_index("data"), in_specs="n@data", out_specs="n@data")
+        ...     print(step(torch.arange(4)).full_tensor())
+        tensor([ 0,  1, 12, 13])
+    """
     body, axes, _ = resolve_group("axis_index", axis)
     if body.like is None:
         raise ShardingError(
@@ -154,7 +217,15 @@ def axis_index(axis: Axis) -> Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """Returns the number of devices along `axis`."""
+    """Returns the number of devices along `axis`.
+
+    Example:
+        >>> import shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     step = sl.shard_map(lambda x: x / sl.axis_size("data"), in_specs="n@data", out_specs="n@data")
+        ...     print(step(torch.arange(4.0)).full_tensor())
+        tensor([0.0000, 0.5000, 1.0000, 1.5000])
+    """
     return resolve_group("axis_size", axis)[2]
 
 
@@ -162,6 +233,19 @@ def piece(name: str) -> Piece:
     """Returns `(offset, size, whole)` of this device's elements of the dim `name`, in the local form of a rule.
 
     Raises `ShardingError` elsewhere, and for a dim that the rule does not have.
+
+    Example:
+        >>> import shardlib as sl
+        >>> def shard_of_range(x):
+        ...     return x + torch.arange(sl.piece("n").size) + sl.piece("n").offset
+        >>> @sl.rule("n -> n | n:local", local=shard_of_range)
+        ... @torch.library.custom_op("docs::add_range", mutates_args=())
+        ... def add_range(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + torch.arange(len(x))
+        >>> _ = add_range.register_fake(torch.empty_like)
+        >>> with sl.Mesh(data=2):
+        ...     print(sl.jit(add_range, in_specs="n@data")(torch.zeros(4)).full_tensor())
+        tensor([0., 1., 2., 3.])
     """
     body = current_body()
     if body is None or body.form is None:

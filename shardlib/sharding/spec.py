@@ -17,6 +17,7 @@ from shardlib.sharding.grammar import SpecDim, SpecFactor, parse_axes, parse_dim
 from shardlib.sharding.layout import Factor, Layout, ShardSizes
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.partition_spec import is_partition_spec, list_entries
 from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.sharding.resolve import Fault, find_dim_axes, resolve_dims
 
@@ -111,13 +112,17 @@ class Spec:
 
     @staticmethod
     def convert(x: str | P | Spec) -> Spec:
-        """Converts a string, a `P` or a `Spec`."""
+        """Converts a string, a `P`, a `Spec`, or a PartitionSpec of JAX, whose UNCONSTRAINED dims are open."""
         if isinstance(x, Spec):
             return x
         if isinstance(x, str):
             return parse(x)
         if isinstance(x, P):
             return _positional(x)
+        if is_partition_spec(x):
+            parts, free = list_entries(x)
+            dims = _positional(P(*parts)).dims[: len(parts)]
+            return Spec((*(replace(dim, open=is_open) for dim, is_open in zip(dims, free, strict=True)), ...))
         raise ShardingError(f"{x!r} is not a spec", remedy='write a string ("batch seq"), a P(...) or a Spec')
 
     @property

@@ -11,6 +11,7 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import children_with_keys
+from shardlib.sharding.partition_spec import is_partition_spec
 from shardlib.sharding.spec import P, Spec
 
 SpecLike = str | P | Spec | None
@@ -18,7 +19,7 @@ SpecLike = str | P | Spec | None
 
 def is_spec(x: Any) -> bool:
     """Returns whether `x` is a leaf of a pytree of specs."""
-    return x is None or isinstance(x, str | P | Spec)
+    return x is None or isinstance(x, str | P | Spec) or is_partition_spec(x)
 
 
 def broadcast_prefix(

@@ -26,30 +26,19 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
 
     Raises `ShardingError` on virtual devices, and for layouts without DTensor placements (an axis on a factor in the
     middle of a dim, parts of axes): redistribute first.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    placements: list[Any] = []
-    faults = []
-    for name in x.mesh.axis_names:
-        placement: Any = Replicate()
-        uses = [(d, dim, f, a) for d, dim in enumerate(x.sharding.dims) for f in dim for a in f.axes if a.name == name]
-        for d, dim, f, a in uses:
-            if isinstance(f.size, ShardSizes):
-                faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in chunks")
-            elif len(dim) > 1 or not a.whole:
-                text = f"axis {a} shards one factor of it, or only a part of {name} does"
-                faults.append(f"dim {d} is {Layout((dim,))}: {text}")
-            placement = Shard(d)
-        for partial, a in ((p, a) for p in x.sharding.pending for a in p.axes if a.name == name):
-            placement = Partial(partial.kind)
-            if not a.whole or partial.kind == "owned":
-                faults.append(f"it is {partial}: DTensor sums over whole mesh axes")
-        placements.append(placement)
-    for d, dim in enumerate(x.sharding.dims):
-        order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
-        if order != sorted(order):
-            faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in the order of the mesh's axes")
+    Example:
+        >>> import torch, shardlib as sl
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with sl.Mesh(data=1):
+        ...     to_dtensor(sl.shard(torch.ones(4, 2), "batch@data _")).placements
+        (Shard(dim=0),)
+        >>> dist.destroy_process_group()
+    """
+    from torch.distributed.tensor import DTensor
+
+    placements, faults = placements_of(x.sharding, x.mesh)
     if faults:
         raise ShardingError(
             f"{typeof(x)} has no DTensor placements",
@@ -67,10 +56,48 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
     )
 
 
+def placements_of(layout: Layout, mesh: Mesh) -> tuple[list[Any], list[str]]:
+    """Returns one DTensor placement per mesh axis for a layout, and the reasons why they do not express it."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    placements: list[Any] = []
+    faults = []
+    for name in mesh.axis_names:
+        placement: Any = Replicate()
+        uses = [(d, dim, f, a) for d, dim in enumerate(layout.dims) for f in dim for a in f.axes if a.name == name]
+        for d, dim, f, a in uses:
+            if isinstance(f.size, ShardSizes):
+                faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in chunks")
+            elif len(dim) > 1 or not a.whole:
+                text = f"axis {a} shards one factor of it, or only a part of {name} does"
+                faults.append(f"dim {d} is {Layout((dim,))}: {text}")
+            placement = Shard(d)
+        for partial, a in ((p, a) for p in layout.pending for a in p.axes if a.name == name):
+            placement = Partial(partial.kind)
+            if not a.whole or partial.kind == "owned":
+                faults.append(f"it is {partial}: DTensor sums over whole mesh axes")
+        placements.append(placement)
+    for d, dim in enumerate(layout.dims):
+        order = [mesh.axis_names.index(a.name) for f in dim for a in f.axes]
+        if order != sorted(order):
+            faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in the order of the mesh's axes")
+    return placements, faults
+
+
 def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
     """Returns a DTensor as a ShardedTensor on `mesh`, by default its own; copies this rank's shard. Differentiable.
 
     Raises `ShardingError` for partial sums, for another mesh, and for a local tensor that does not fit the shape.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with sl.Mesh(data=1):
+        ...     x = sl.shard(torch.ones(4, 2), "batch@data _")
+        ...     typeof(from_dtensor(to_dtensor(x)))
+        'f32[4@data, 2]'
+        >>> dist.destroy_process_group()
     """
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))

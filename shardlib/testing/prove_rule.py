@@ -34,7 +34,14 @@ _MOST = 12  # faults in an error
 
 @dataclass(frozen=True)
 class Proof:
-    """A proved call: the op, its rule if a user wrote one, the shapes of its operands, and the number of cuts."""
+    """A proved call: the op, its rule if a user wrote one, the shapes of its operands, and the number of cuts.
+
+    Example:
+        >>> import torch
+        >>> proof = prove(torch.ops.aten.mm.default, torch.randn(5, 6), torch.randn(6, 7))
+        >>> proof.shapes, proof.cuts > 0
+        (((5, 6), (6, 7)), True)
+    """
 
     op: str
     rule: str

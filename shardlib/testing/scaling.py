@@ -7,16 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import Simulated, clock
-from shardlib.core.errors import ShardingError
 from shardlib.core.plots import new_figure
 from shardlib.core.text_tables import format_table
-from shardlib.jit.call.shared_trace import one_trace
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.testing.plan_on_meshes import plan_on_meshes
 
 
 @dataclass(frozen=True)
@@ -99,21 +95,5 @@ def scaling(
         >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
         (True, (8, 64, 512))
     """
-    mesh_list = () if isinstance(meshes, Mesh) else tuple(meshes)
-    faults = [f"{mesh!r}, no mesh" for mesh in mesh_list if not isinstance(mesh, Mesh)]
-    if not mesh_list:
-        faults.append("one mesh, no list of them" if isinstance(meshes, Mesh) else "no mesh")
-    if not callable(getattr(step, "plan", None)):
-        faults.append(f"{step!r}, which has no plan")
-    if isinstance(args, torch.Tensor):
-        faults.append(f"a tensor of shape {list(args.shape)} as args, which are a sequence or a function of a mesh")
-    if faults:
-        remedy = "scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...], machine, (x, w))"
-        raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
-    steps = []
-    with one_trace():
-        for mesh in mesh_list:
-            with mesh:
-                plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
-            steps.append(plan.simulate(machine, fused=fused))
-    return Scaling(tuple(steps), callable(args))
+    plans = plan_on_meshes("scaling", step, meshes, args)
+    return Scaling(tuple(plan.simulate(machine, fused=fused) for plan in plans), callable(args))

@@ -16,7 +16,7 @@ PUBLIC = [
     "Mesh", "current_mesh", "no_mesh", "P", "Spec", "ShardedTensor", "shard", "from_local", "typeof", "visualize",
     "to_dtensor", "from_dtensor",
     "jit", "Plan", "check", "comm_budget", "redundancy_budget", "rule", "prove", "Proof", "debug_print",
-    "Machine", "Schedule", "scaling",
+    "Machine", "Schedule", "scaling", "compare_meshes",
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",

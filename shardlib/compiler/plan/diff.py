@@ -5,15 +5,18 @@ Source lines are equal if their file and text are, so that plans can be compared
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.plan.names import shorten
+from shardlib.compiler.plan.page.write_page import page_text, write_page
 from shardlib.compiler.program.steps import Compute
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.core.text_tables import fold_names, format_si, format_table, strip_numbers
+from shardlib.sharding.mesh.machine import Machine
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -90,6 +93,7 @@ class PlanDiff:
     inputs: tuple[tuple[str, str, str], ...]
     outputs: tuple[tuple[str, str, str], ...]
     lines: tuple[LineDiff, ...]
+    plans: tuple[Plan, Plan] = field(repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.inputs or self.outputs or self.lines) or any(t.before != t.after for t in self.totals)
@@ -110,7 +114,22 @@ class PlanDiff:
     def to_dict(self) -> dict[str, Any]:
         """Returns the difference as plain data (JSON-ready)."""
         data: dict[str, Any] = _plain(asdict(self))
+        del data["plans"]
         return data
+
+    def html(self, path: str | os.PathLike[str], *, machine: Machine | str | None = None) -> None:
+        """Writes both plans and their differences, side by side, as one HTML file, like `Plan.html`.
+
+        Example:
+            >>> import tempfile, torch, shardlib as sl
+            >>> product = lambda x, w: x @ w
+            >>> with sl.Mesh(data=2):
+            ...     before = sl.jit(product).plan(torch.ones(4, 4), torch.ones(4, 4))
+            ...     after = sl.jit(product, in_specs=("m@data _", None)).plan(torch.ones(4, 4), torch.ones(4, 4))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     before.diff(after).html(f"{folder}/change.html")
+        """
+        write_page(path, page_text(f"{self.before} -> {self.after}", self.plans, machine, self))
 
 
 @dataclass
@@ -129,7 +148,7 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     lines = tuple(x for x in changed if x.collectives or x.flops[0] != x.flops[1])
     was, now = before.to_dict(), after.to_dict()
     inputs, outputs = (_placed(was[key], now[key]) for key in ("inputs", "outputs"))
-    return PlanDiff(before.heading, after.heading, _totals(before, after), inputs, outputs, lines)
+    return PlanDiff(before.heading, after.heading, _totals(before, after), inputs, outputs, lines, (before, after))
 
 
 def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
@@ -14,14 +14,32 @@ from shardlib.compiler.plan.names import Naming, op_name
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
-from shardlib.compiler.propagate.solver.explain_decision import explain_decision, near_tie
+from shardlib.compiler.propagate.solver.explain_decision import Decision, explain_decision, near_tie, sent_bytes
+from shardlib.compiler.propagate.solver.problem import Choice
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
+from shardlib.ops.collectives.transport.forms import Form
 from shardlib.sharding.mesh.axis import Axis, group_size
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A dim that could take `axis` in an op and all ops that decide with it; `chosen` does.
+
+    `seconds` are the estimated ones of all that the decision touches, `bytes` those that a device sends there.
+    """
+
+    op: str
+    axis: str
+    dim: str
+    seconds: float
+    bytes: float
+    chosen: bool
+    source: str
 
 
 @dataclass(frozen=True)
@@ -30,8 +48,6 @@ class Explainer:
 
     compiled: Compiled
     naming: Naming
-
-    # One line -------------------------------------------------------------------------------------------------------
 
     def ends(self, c: Collective) -> tuple[Var, Var]:
         """Returns a collective's operand and result, before and after the views that lay out its rows."""
@@ -193,6 +209,36 @@ class Explainer:
 
     def collective(self, c: Collective) -> str:
         """Explains a collective: its value, reason, producer and reader, and the decisions about both."""
+        return "\n".join(self._collective(c, self._decisions))
+
+    def chain(self, c: Collective) -> str:
+        """Explains a collective with the decisions taken, and without the others, which `alternatives` lists."""
+        return "\n".join(self._collective(c, self._taken))
+
+    def _taken(self, op: Op) -> Iterator[str]:
+        for decision, source_of in self._decided(op):
+            first = next((first for dim, _, first in decision.alternatives if dim == decision.winner), ())
+            yield f"{decision.axis} shards {decision.winner}{f', {source_of(first)}' if first else ''}"
+
+    def alternatives(self, c: Collective) -> Iterator[Alternative]:
+        """Yields what the ops at both ends of a collective could do instead, by mesh axis."""
+        for op in dict.fromkeys(op for _, op in self._ends_of(c) if isinstance(op, Op)):
+            for decision, source in self._decided(op):
+                search = self.compiled.propagated.search
+                rows = zip(decision.alternatives, sent_bytes(search, op, decision.axis), strict=True)
+                for (dim, seconds, first), sent in rows:
+                    chosen = dim == decision.winner
+                    yield Alternative(self.naming.call(op), decision.axis, dim, seconds, sent, chosen, source(first))
+
+    def _ends_of(self, c: Collective) -> list[tuple[str, Op | int | None]]:
+        """Returns the ops that make and read the value of a collective; a reader may be the position of a result."""
+        before, _ = self.ends(c)
+        producers: list[Op | None] = [v.op for v in (self.origin(c), before.value) if v is not None]
+        producers = [c.because.op, *producers] if isinstance(c.because, Inside) else producers
+        reader = c.because.by if isinstance(c.because, Asked) else None
+        return [*(("made by", op) for op in producers), ("read by", reader)]
+
+    def _collective(self, c: Collective, decisions: Callable[[Op], Iterable[str]]) -> list[str]:
         axes = " ".join(map(str, c.axes))
         lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {format_si(c.bytes, 'B')} on the wire per device"]
         if c.line:
@@ -203,33 +249,34 @@ class Explainer:
         if before.layout is not None and after.layout is not None:
             lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
         lines.append(f"  because {self.why(c)}")
-        if (form := crossings(self.compiled.program).get(c)) is not None:
+        if (form := self._crossings.get(c)) is not None:
             lines.append(f"  by {form}")
-        value = before.value
-        producers = [v.op for v in (self.origin(c), value) if v is not None]
-        producers = [c.because.op, *producers] if isinstance(c.because, Inside) else producers
-        reader = c.because.by if isinstance(c.because, Asked) else None
+        value, ends = before.value, self._ends_of(c)
         explained: set[Op] = set()
-        for verb, ops in (("made by", producers), ("read by", [reader])):
-            for op in ops:
-                if isinstance(op, Op) and op not in explained:
-                    explained.add(op)
-                    lines += [f"  {line}" for line in self._op(op, verb)]
+        for verb, op in ends:
+            if isinstance(op, Op) and op not in explained:
+                explained.add(op)
+                lines += [f"  {line}" for line in self._op(op, verb, decisions)]
+        reader = ends[-1][1]
         if value is not None and value.op is None:
             lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, before)]
         if isinstance(reader, int):
             fixed = self.compiled.propagated.propagation.outputs.get(reader)
             lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
-        return "\n".join(lines)
+        return lines
+
+    @cached_property
+    def _crossings(self) -> Mapping[Collective, Form]:
+        return crossings(self.compiled.program)
 
     def value(self, v: Value, var: Var) -> str:
         """Explains each sharded dim of a value: the annotation that requested it, and the alternatives."""
         lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
         if v.op is not None:
-            lines += self._op(v.op, "made by")
+            lines += self._op(v.op, "made by", self._decisions)
         elif v not in self.compiled.propagated.propagation.pinned_values and v in self.compiled.propagated.units.unit:
             lines.append("inferred together with its readers")
-            lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by")]
+            lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by", self._decisions)]
         return "\n  ".join(lines)
 
     def _cuts(self, v: Value, var: Var) -> list[str]:
@@ -254,7 +301,7 @@ class Explainer:
         requests = self.compiled.propagated.propagation.requests.get(leaf, ())
         return next((w.source for w in requests if w.axis in axis.primes()), "the reduction that lands there")
 
-    def _op(self, op: Op, verb: str) -> Iterator[str]:
+    def _op(self, op: Op, verb: str, decisions: Callable[[Op], Iterable[str]]) -> Iterator[str]:
         where = f"  at {format_path_line(op.line)}  {op.line.text}" if op.line else ""
         back = "backward of " if op.backward else ""
         result = next((r for r in op.results if r is not None), None)
@@ -262,26 +309,38 @@ class Explainer:
         yield f"{verb} {back}{name}{self.naming.call(op)}{where}".rstrip()
         if op.rule is None:
             yield "  it has no rule, so it runs replicated, on whole operands"
-        yield from (f"  {line}" for line in self._decisions(op))
+        yield from (f"  {line}" for line in decisions(op))
 
-    def _decisions(self, op: Op) -> Iterator[str]:
-        search = self.compiled.propagated.search
+    def _decided(self, op: Op) -> Iterator[tuple[Decision, Callable[[Choice], str]]]:
+        """Yields the decision about each mesh axis, and a function that names the source of an alternative."""
         unit = self.compiled.propagated.units.unit.get(op)
         for axis in self.compiled.mesh.axis_names if unit is not None else ():
             assert unit is not None
-            decision = explain_decision(search, op, axis)
-            if decision is None:
-                continue
+            if (op, axis) not in self._decision_memo:
+                self._decision_memo[op, axis] = explain_decision(self.compiled.propagated.search, op, axis)
+            if (decision := self._decision_memo[op, axis]) is not None:
+                yield decision, partial(self._source_of, unit, axis)
+
+    @cached_property
+    def _decision_memo(self) -> dict[tuple[Op, str], Decision | None]:
+        return {}
+
+    def _decisions(self, op: Op) -> Iterator[str]:
+        search = self.compiled.propagated.search
+        for decision, source_of in self._decided(op):
+            axis = decision.axis
             share = search.weights.hidden
             paid = f" (messages that arithmetic hides at {share:.0%})" if share < 1 else ""
             cuts = f"{axis} cuts {decision.winner} here ({decision.units} alike)"
             yield f"{cuts}; estimated, with all that it touches{paid}:"
             for name, seconds, first in decision.alternatives:
-                source = self._requester(unit, first[0], axis) if first else "no device does less"
-                yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
+                yield f"  {name}: {seconds * 1e6:.1f} us, {source_of(first)}"
             if near := near_tie(search, op, axis):
                 other, chosen = f"{near[1] * 1e6:.4g} us", f"{search.seconds * 1e6:.4g} us"
                 yield f"  a near-tie with {near[0]}: with it the whole program takes {other}, not {chosen}"
+
+    def _source_of(self, unit: DecisionUnit, axis: str, first: Choice) -> str:
+        return self._requester(unit, first[0], axis) if first else "no device does less"
 
     def _requester(self, unit: DecisionUnit, slot: int, axis: str) -> str:
         requests = self.compiled.propagated.propagation.requests.get(unit.slots[slot], ())

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 
 from shardlib.compiler.graph.ir import Op, Value
@@ -199,6 +199,11 @@ class Naming:
 
 
 def _melt(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    return _melted(tuple(factors))
+
+
+@lru_cache(1 << 12)
+def _melted(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
     merged = (Factor(f.size, Axis.merge(f.axes)) for f in factors)
     return Layout((tuple(merged),)).canonical.dims[0]
 

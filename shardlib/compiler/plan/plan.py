@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
-from shardlib.compiler.plan import backends
+from shardlib.compiler.plan import exports
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
-from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.items import Items
 from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.page.write_page import notebook_cell, page_text, write_page
 from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.plain_data import plan_dict
 from shardlib.compiler.plan.plan_warnings import PlanWarning, plan_warnings
-from shardlib.compiler.plan.planned_collective import PlannedCollective
+from shardlib.compiler.plan.planned_collective import PlannedCollective, planned_collectives
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
-from shardlib.compiler.plan.rows import PROGRAM, Rows, full_text, totals
+from shardlib.compiler.plan.rows import Rows, full_text, totals
 from shardlib.compiler.plan.summary import summarize
 from shardlib.compiler.plan.terminal import show, text_width
 from shardlib.compiler.plan.view_pipeline import view_pipeline
@@ -40,7 +41,7 @@ from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
 
 
-class Plan:
+class Plan(exports.Exports):
     """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
 
     Example:
@@ -77,21 +78,7 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of the program, in order."""
-        why, crossings = self._explainer, backends.crossings(self.compiled.program)
-        return tuple(
-            PlannedCollective(
-                c.kind,
-                tuple(map(str, c.axes)),
-                float(c.bytes),
-                why.subject(c),
-                format_path_line(c.line),
-                c.backward,
-                why.reason(c),
-                str(backends.of_collective(c, self.mesh) or ""),
-                *((crossings[c].name, crossings[c].across) if c in crossings else ()),
-            )
-            for c in self.compiled.program.collectives
-        )
+        return planned_collectives(self.compiled, self._explainer)
 
     @property
     def comm_bytes(self) -> float:
@@ -102,7 +89,7 @@ class Plan:
     def flops(self) -> float:
         """Floating-point operations in one call, on the busiest device: two for a multiply-add, one for a pointwise
         result."""
-        return max(map(flops.flops, self._programs))
+        return max(map(flops.flops, self.programs))
 
     @cached_property
     def redundant(self) -> tuple[Redundant, ...]:
@@ -124,15 +111,15 @@ class Plan:
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
-        return max(map(peak_bytes, self._programs))
+        return max(map(peak_bytes, self.programs))
 
     @cached_property
     def host_memory(self) -> int:
         """The most bytes that one device has at once in its host's memory (`sl.Schedule(offload=...)`)."""
-        return max(map(host_bytes, self._programs))
+        return max(map(host_bytes, self.programs))
 
     @cached_property
-    def _programs(self) -> tuple[Program, ...]:
+    def programs(self) -> tuple[Program, ...]:
         """The program of all devices, or one per stage."""
         compiled = self.compiled
         return (compiled.program,) if compiled.staged is None else compiled.staged.programs
@@ -240,16 +227,12 @@ class Plan:
             value = self._naming.find(self.compiled.traced.twins.get(item, item))
         else:
             value = item
-        for var in self._variables():
+        program = self.compiled.program
+        for var in (*program.inputs, *(v for step in program.steps for v in makes(step))):
             if var.layout is not None and (var.name == item or (value is not None and var.value is value)):
                 return var
         names = ", ".join(self._naming.inputs[:20])
         raise KeyError(f"{self.name} has no value {item!r}; its inputs are {names}")
-
-    def _variables(self) -> Iterator[Var]:
-        yield from self.compiled.program.inputs
-        for step in self.compiled.program.steps:
-            yield from makes(step)
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compares this plan with another one, in bytes, FLOPs, memory and layouts, line by line.
@@ -328,9 +311,22 @@ class Plan:
         return full_text(self)
 
     def _repr_html_(self) -> str:
-        rows = self.rows
-        inputs, outputs = (("inputs", rows.inputs()), ("outputs", rows.outputs()))
-        return page(self.heading, [inputs, (PROGRAM, rows.program()), outputs], *totals(self))
+        return notebook_cell(self)
+
+    def html(self, path: str | os.PathLike[str], *, machine: Machine | str | None = None) -> None:
+        """Writes the plan as one HTML file that loads nothing: source, program, layouts, memory and reasons.
+
+        The page shows the streams of `machine`, simulated (None: the machine of the mesh, or none). Raises
+        `ShardingError` if the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch, shardlib as sl
+            >>> with sl.Mesh(data=2):
+            ...     plan = sl.jit(lambda x: x.sum(), in_specs=("batch@data _",)).plan(torch.ones(4, 3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     plan.html(f"{folder}/plan.html", machine="h100")
+        """
+        write_page(path, page_text(self.heading, [self], machine))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data (JSON-ready)."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan import backends
+from shardlib.compiler.plan.explain import Explainer
+from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
 
 
@@ -34,3 +38,22 @@ class PlannedCollective:
     def __str__(self) -> str:
         back = "backward of" if self.backward else "at"
         return f"{self.kind}[{' '.join(self.axes)}] {format_si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
+
+
+def planned_collectives(compiled: Compiled, explainer: Explainer) -> tuple[PlannedCollective, ...]:
+    """Returns every collective of the program, in order."""
+    crossings = backends.crossings(compiled.program)
+    return tuple(
+        PlannedCollective(
+            c.kind,
+            tuple(map(str, c.axes)),
+            float(c.bytes),
+            explainer.subject(c),
+            format_path_line(c.line),
+            c.backward,
+            explainer.reason(c),
+            str(backends.of_collective(c, compiled.mesh) or ""),
+            *((crossings[c].name, crossings[c].across) if c in crossings else ()),
+        )
+        for c in compiled.program.collectives
+    )

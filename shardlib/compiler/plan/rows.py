@@ -100,7 +100,7 @@ class Rows:
             return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
         var = next((v for v in step.outs if v is not None and v.value is not None), None)
         op = var.value.op if var is not None and var.value is not None else None
-        if var is None or var.value is None or op is None or op in listed or not _is_shown(op) or op.constant:
+        if var is None or var.value is None or op is None or op in listed or not is_shown(op) or op.constant:
             return None
         listed.add(op)
         note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
@@ -109,7 +109,7 @@ class Rows:
         return f"  {self.naming.own(var.value)} = {self.naming.call(op)}", self.naming.typed(var), "", note
 
 
-def _is_shown(op: Op) -> bool:
+def is_shown(op: Op) -> bool:
     if op.transparent or op.constrains or is_creation(op.target) or has_trait(op.target, "moves_data"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())

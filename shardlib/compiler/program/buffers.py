@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from shardlib.compiler.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.core.aten.op_traits import may_return_view
@@ -106,28 +107,97 @@ def alive(program: Program, *, host: bool = False) -> Sequence[int]:
     return levels
 
 
-def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapping[Var, int]]]:
-    """Yields for each step the bytes in use, and for each owner how many live values share its memory."""
+def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapping[Var, None]]]:
+    """Yields for each step the bytes in use, and the owners of that memory."""
+    owners_alive: dict[Var, None] = {}  # ordered
+    total = 0
+    for i, (begun, ended) in enumerate(_changes(program, host=host)):
+        owners_alive |= dict.fromkeys(begun)
+        total += sum(v.nbytes for v in begun)
+        if i:
+            yield total, owners_alive
+        total -= sum(v.nbytes for v in ended)
+        for v in ended:
+            del owners_alive[v]
+
+
+def _changes(program: Program, *, host: bool = False) -> Iterator[tuple[list[Var], list[Var]]]:
+    """Yields the owners of memory whose use begins with a step, and those whose use ends behind it.
+
+    The first pair has the entry values; a pair for each step follows.
+    """
     owner = owners(program.steps, exact=True)
-    names: Counter[Var] = Counter()
     seen = dict.fromkeys((*program.inputs, *(v for v, _ in program.captured)))  # ordered
-    total = sum(v.nbytes for v in seen if v.host == host)
-    names.update([*seen])
+    names = Counter(seen.keys())  # how many live values share the memory of each owner
+    yield [v for v in seen if v.host == host], []
     for step in program.steps:
-        outs = step.outs if isinstance(step, Start) else makes(step)
-        new = [v for v in outs if v.host == host and v not in seen]
-        seen.update(dict.fromkeys(new))
-        for var in new:
-            root = owner[var]
-            total += 0 if names[root] else root.nbytes
-            names[root] += 1
-        yield total, names
+        begun, ended = [], []
+        for var in step.outs if isinstance(step, Start) else makes(step):
+            if var.host == host and var not in seen:
+                seen[var] = None
+                root = owner[var]
+                begun += [] if names[root] else [root]
+                names[root] += 1
         for var in step.vars if isinstance(step, Free) else ():
-            if var.host != host:
-                continue
-            root = owner[var]
-            names[root] -= 1
-            total -= 0 if names[root] else root.nbytes
+            if var.host == host:
+                root = owner[var]
+                names[root] -= 1
+                ended += [] if names[root] else [root]
+        yield begun, ended
+
+
+def peak_by_group(program: Program, group: Callable[[Var], str]) -> dict[str, tuple[int, int]]:
+    """Returns for each group of owners its bytes at the step with the most bytes in use, and its most at any step."""
+    now: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    at_peak, peak = Counter(now), -1
+    for begun, ended in _changes(program):
+        for v in begun:
+            now[group(v)] += v.nbytes
+        most |= now
+        if now.total() > peak:
+            at_peak, peak = Counter(now), now.total()
+        for v in ended:
+            now[group(v)] -= v.nbytes
+    return {name: (at_peak[name], n) for name, n in most.items()}
+
+
+class Lifetime(NamedTuple):
+    """The memory of one value is in use from step `start` through step `end`; `last` is the last step that reads it."""
+
+    var: Var
+    start: int
+    end: int
+    last: int
+
+
+def lifetimes(program: Program) -> list[Lifetime]:
+    """Returns the memory in use on the device, in the order of allocation; at each step the bytes sum to `alive`."""
+    owner = owners(program.steps, exact=True)
+    names: Counter[Var] = Counter(v for v in program.entry_values if not v.host)
+    started: dict[Var, int] = dict.fromkeys((v for v in _entries(program) if not v.host), 0)
+    seen = {*program.entry_values}
+    last: dict[Var, int] = {}
+    spans: list[Lifetime] = []
+    for i, step in enumerate(program.steps):
+        last |= dict.fromkeys((owner.get(v, v) for v in reads(step)), i)
+        new = [v for v in (step.outs if isinstance(step, Start) else makes(step)) if not v.host and v not in seen]
+        seen.update(new)
+        for var in new:
+            started.setdefault(owner[var], i)
+            names[owner[var]] += 1
+        for var in step.vars if isinstance(step, Free) else ():
+            root = owner.get(var, var)
+            names[root] -= not var.host
+            if not var.host and not names[root]:
+                spans.append(Lifetime(root, started.pop(root), i, last.get(root, i)))
+    end = max(len(program.steps) - 1, 0)
+    spans += [Lifetime(root, start, end, last.get(root, start)) for root, start in started.items()]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _entries(program: Program) -> tuple[Var, ...]:
+    return (*program.inputs, *(v for v, _ in program.captured))
 
 
 def peak_bytes(program: Program) -> int:
@@ -139,9 +209,9 @@ def largest(program: Program) -> list[Var]:
     """Returns the values in use at the peak, the largest first."""
     peak = peak_bytes(program)
     names = next(
-        (dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.entry_values, 1)
+        (dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.entry_values)
     )
-    return sorted((v for v, n in names.items() if n and not v.host), key=lambda v: -v.nbytes)
+    return sorted((v for v in names if not v.host), key=lambda v: -v.nbytes)
 
 
 def host_bytes(program: Program) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from shardlib.compiler.program.nested_args import leaves
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, syms
@@ -55,4 +56,9 @@ def _received_axes(step: Step) -> Iterator[Axis]:
 
 def primes(axes: Iterable[Axis]) -> Primes:
     """Returns the prime parts of axes, each once, in order."""
+    return _sorted_primes(frozenset(axes))
+
+
+@lru_cache(1 << 12)
+def _sorted_primes(axes: frozenset[Axis]) -> Primes:
     return tuple(sorted({p for a in axes for p in a.primes()}, key=lambda a: (a.name, a.pre)))

@@ -233,7 +233,8 @@ class Invocation:
         counted = tuple(x for x in self.state.tensors if not x.is_inference())
         clock = StageClock()
         # A trace does not write to the tensors that it reads.
-        with preserved_versions(counted), watch.cut(self.state), show_progress(function.name, clock):
+        progress = show_progress(lambda: f"plans {function.name}: {clock.stage}")
+        with preserved_versions(counted), watch.cut(self.state), progress:
             compiled = compile_program(
                 function.fn,
                 self.args,

@@ -267,7 +267,15 @@ class Mesh(DeviceGrid):
 
 
 def current_mesh() -> Mesh | None:
-    """Returns the mesh of the innermost `with mesh:` block of this thread; None outside."""
+    """Returns the mesh of the innermost `with mesh:` block of this thread; None outside.
+
+    Example:
+        >>> with Mesh(data=2):
+        ...     current_mesh()
+        Mesh(data=2)
+        >>> current_mesh() is None
+        True
+    """
     mesh_queries.again()
     return peek_mesh()
 

@@ -57,6 +57,11 @@ class Prices:
         """The same prices without latencies."""
         return _WithoutLatency(self)
 
+    @property
+    def counting(self) -> Prices:
+        """Prices that count bytes: one byte costs one second, whatever the axes."""
+        return _Counting(self.machine, self.axes)
+
     def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
         """Returns latency in seconds and bytes/s of messages along these axes, in rings or `pairwise`."""
         if (price := self._links.get((axes, pairwise))) is None:
@@ -85,6 +90,11 @@ class _WithoutLatency(Prices):
 
     def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
         return 0.0, self._base.link(axes, pairwise)[1]
+
+
+class _Counting(Prices):
+    def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
+        return 0.0, 1.0
 
 
 DEFAULT_PRICES: Prices = _Uniform(PRESETS["node"], {})

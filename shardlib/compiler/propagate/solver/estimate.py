@@ -24,6 +24,7 @@ from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
 from shardlib.compiler.propagate.solver.value_records import UnitClass, ValueRecord
 from shardlib.sharding.mesh.axis import group_size
+from shardlib.sharding.reshard import Prices
 
 # The share of all arithmetic behind which the schedule hides messages, by the simulator's clock: the first layer has no
 # arithmetic in front of it, and messages are unevenly spread.
@@ -47,14 +48,14 @@ Free = Mapping[Variable, tuple[Domain, Numbers]]  # variables that may choose, a
 class Estimate:
     """Estimates the seconds of choices; `slot_axes` returns the axes on a unit's slots under a choice.
 
-    With `of_bytes`, messages have no latency.
+    `prices` (by default those of the problem) are paid for messages.
     """
 
     def __init__(
-        self, problem: Problem, slot_axes: Callable[[UnitClass, Order], SlotAxes], *, of_bytes: bool = False
+        self, problem: Problem, slot_axes: Callable[[UnitClass, Order], SlotAxes], prices: Prices | None = None
     ) -> None:
         self.problem, self.slot_axes = problem, slot_axes
-        self.prices = problem.prices.of_bytes if of_bytes else problem.prices
+        self.prices = prices or problem.prices
         self.optimistic = False  # messages inside ops count only if an earlier call computed them
         self._layouts: dict[object, LayoutCosts] = {}
         self.reshards = [self._make_reshards(record, n) for record, n in problem.records.items()]
@@ -140,6 +141,12 @@ class Estimate:
         seconds = [self.unit_seconds(unit_class, choices[unit_class]) for unit_class in unit_classes]
         moved = sum([self._weighed(i, choices, weights) for i in self._touched(unit_classes)])
         return sum(mine for mine, _ in seconds) + moved + sum(mine for _, mine in seconds) * weights.sent
+
+    def messages(self, unit_classes: Iterable[UnitClass], choices: Choices) -> float:
+        """Returns the price of the messages inside unit classes, and of the reshards of the values at them."""
+        unit_classes = [*unit_classes]
+        inside = sum(self.unit_seconds(unit_class, choices[unit_class])[1] for unit_class in unit_classes)
+        return inside + sum(self.sent(i, choices) for i in self._touched(unit_classes))
 
     def is_cheaper(
         self, unit_classes: Sequence[UnitClass], choices: Choices, seconds: float, weights: Weights = Weights()

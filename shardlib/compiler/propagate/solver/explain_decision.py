@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.solver.domains import SlotAxes, Variable
+from shardlib.compiler.propagate.solver.estimate import Choices
 from shardlib.compiler.propagate.solver.problem import Choice, slot_index
 from shardlib.compiler.propagate.solver.search import TIE, Search
 from shardlib.compiler.propagate.solver.value_records import UnitClass
@@ -34,17 +35,36 @@ def explain_decision(search: Search, member: Op | Value, name: str) -> Decision 
     if variable is None or not search.candidates(variable[0], name):
         return None
     unit_class, a = variable[0], search.problem.mesh.axis_names.index(name)
-    rows: dict[SlotAxes, tuple[str, float, Choice]] = {}
+    rows = tuple(
+        (takers, search.estimate.cost(variable, choices, search.weights), first)
+        for takers, first, choices in _options(search, variable, name)
+    )
+    winner = _takers(search, unit_class, name, search.choices[unit_class][a], search.slot_axes(member))
+    return Decision(name, winner, rows, search.problem.alike[unit_class])
+
+
+def sent_bytes(search: Search, member: Op | Value, name: str) -> tuple[float, ...]:
+    """Returns the bytes that a device sends for the unit class of a member, for each alternative of its decision."""
+    variable = _variable(search, member)
+    if variable is None:
+        return ()
+    return tuple(search.counting.messages(variable, choices) for _, _, choices in _options(search, variable, name))
+
+
+def _options(search: Search, variable: Variable, name: str) -> Iterator[tuple[str, Choice, Choices]]:
+    """Yields the dims that an alternative shards, its first slot, and all choices with it; other axes stay."""
+    unit_class, a = variable[0], search.problem.mesh.axis_names.index(name)
+    seen: set[SlotAxes] = set()
     for alternative in _alternatives(search, unit_class, name):
         choices = list(search.choices)
         for k in variable:
             choices[k] = (*choices[k][:a], alternative, *choices[k][a + 1 :])
         axes = search.estimate.slot_axes(unit_class, choices[unit_class])
-        seconds = search.estimate.cost(variable, choices, search.weights)
-        first = tuple(map(slot_index, alternative[:1]))
-        rows.setdefault(axes, (_takers(search, unit_class, name, alternative, axes), seconds, first))
-    winner = _takers(search, unit_class, name, search.choices[unit_class][a], search.slot_axes(member))
-    return Decision(name, winner, tuple(rows.values()), search.problem.alike[unit_class])
+        if axes not in seen:
+            seen.add(axes)
+            yield (
+                _takers(search, unit_class, name, alternative, axes), tuple(map(slot_index, alternative[:1])), choices
+            )  # fmt: skip
 
 
 def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float] | None:

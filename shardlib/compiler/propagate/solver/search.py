@@ -207,7 +207,12 @@ class Search:
     @cached_property
     def of_bytes(self) -> Estimate:
         """Returns the estimate of the bytes of messages, without their latency."""
-        return Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
+        return Estimate(self.problem, self.allowed.slot_axes, self.problem.prices.of_bytes)
+
+    @cached_property
+    def counting(self) -> Estimate:
+        """Returns the estimate whose messages cost their bytes."""
+        return Estimate(self.problem, self.allowed.slot_axes, self.problem.prices.counting)
 
     @contextmanager
     def optimistic(self) -> Iterator[None]:
