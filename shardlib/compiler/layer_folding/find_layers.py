@@ -24,7 +24,7 @@ from shardlib.sharding.placement import FixedLayout
 
 _WIDEST = 4  # most repeats of one run that make a layer of another
 _TRIES = 3  # few microbatches repeat long runs forward and backward, and their layers shorter ones
-_AGREED = 0.75  # share of the connections to other runs that fit the layers of a run
+_AGREED = 0.75  # least share of the connections of a run that lead to neighbors of its layers
 
 Item = Op | Value | int  # an op; an input, or a value that an op hands out to layers; or a result by its position
 
@@ -311,7 +311,7 @@ class _Search:
 def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int], float]:
     """Votes on how many repeats of a run make a layer, how many come before the first, and the (sign, offset) then.
 
-    Also returns the share of the pairs that agree: layers inside one microbatch do not agree on a microbatch.
+    Also returns the share of the pairs that are then neighbors: layers inside one microbatch all read that one.
     """
     votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
     for wide in range(1, _WIDEST + 1):
@@ -320,8 +320,9 @@ def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int], f
                 at = (repeat - phase) // wide
                 votes[wide, phase, (1, layer - at)] += 1
                 votes[wide, phase, (-1, layer + at)] += 1
-    best = max(votes, key=lambda way: (votes[way], -way[0]))
-    return *best, votes[best] / len(pairs)
+    wide, phase, (sign, offset) = max(votes, key=lambda way: (votes[way], -way[0]))
+    near = sum(abs(sign * ((repeat - phase) // wide) + offset - layer) <= 1 for repeat, layer in pairs)
+    return wide, phase, (sign, offset), near / len(pairs)
 
 
 def _fixed_key(fixed: FixedLayout | None) -> Hashable:
