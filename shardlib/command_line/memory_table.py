@@ -9,7 +9,6 @@ from types import MappingProxyType
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.buffers import owners_in, peak_by_group, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Var
-from shardlib.compiler.stages.stage_times import own_program
 from shardlib.core.text_tables import format_table
 
 GRADIENTS, OTHERS = "gradients", "activations"
@@ -24,8 +23,7 @@ def memory_table(plan: Plan, labels: Mapping[str, str] = MappingProxyType({})) -
     arguments.
     """
     staged = plan.compiled.staged
-    programs = [plan.compiled.program] if staged is None else [own_program(x) for x in staged.programs]
-    program = max(programs, key=peak_bytes)
+    program = plan.compiled.program if staged is None else max(staged.programs, key=peak_bytes)
     groups = group_values(plan, program)
     figures = peak_by_group(program, lambda v: groups.get(v, OTHERS))
     peak = peak_bytes(program)
