@@ -30,11 +30,9 @@ PROMPT = b"def "
 TIMED_STEPS = 3  # the steps after the first that the estimate of the run's time is measured on
 NEXT = """\
 next: the same command with more options, as in make demo ARGS="--resume --steps {more}"
-  --data {size} --tensor 1         another mesh: the same losses by another plan
-  --resume --steps {more}        goes on from the last checkpoint, on any mesh
-and to read:
-  {out}/plan.html  the plan's page, in a browser
-  notebooks/01_first_steps.ipynb"""
+  --data {size} --tensor 1: another mesh, the same losses by another plan
+  --resume --steps {more}: go on from the last checkpoint, on any mesh
+and to read: {out}/plan.html, the plan's page, in a browser; notebooks/01_first_steps.ipynb"""
 
 
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:

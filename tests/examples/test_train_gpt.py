@@ -119,9 +119,9 @@ def test_what_a_run_leaves(first: tuple[Run, str], plain: list[float]) -> None:
         "2 steps to go, ",
         f"--- the model goes on from 'def ':\n{sample}---",
         f"loss {run.losses.train[0]:.3f} -> {run.losses.train[-1]:.3f} nats per byte",
-        "--data 8 --tensor 1 ",
-        "--resume --steps 12 ",
-        f"{folder}/plan.html ",
+        "--data 8 --tensor 1: ",
+        "--resume --steps 12: ",
+        f"{folder}/plan.html, ",
     ):
         assert text in said, text
 
