@@ -44,7 +44,8 @@ def _memory(plan: Plan) -> Iterator[PlanWarning]:
     machine = Machine.convert(plan.mesh.machine)
     peak, size = plan.peak_memory, machine.device.memory
     if peak > size:
-        text = f"out of memory: the peak is {format_si(peak, 'B')}, a device of {machine.name or 'the machine'} has {format_si(size, 'B')}"
+        has = f"a device of {machine.name or 'the machine'} has {format_si(size, 'B')}"
+        text = f"out of memory: the peak is {format_si(peak, 'B')}, {has}"
         yield PlanWarning(text, 'strategy="fsdp", memory=, remat=, a smaller batch or more devices')
 
 

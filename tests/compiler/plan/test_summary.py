@@ -34,6 +34,7 @@ MLP = (meta(16, 64), meta(64, 256), meta(256, 64))
 SPECS = ("batch embed", "embed ff", "ff embed")
 RULES = {"batch": "data", "ff": "tensor"}
 LINE = mlp.__code__.co_firstlineno
+HERE = "tests/compiler/plan/test_summary.py"
 
 
 def planned(
@@ -327,7 +328,7 @@ def test_fits_on_a_screen(name: str) -> None:
 
 @pytest.mark.long
 def test_text_of_folded_layers_reads_one_of_them() -> None:
-    """The decisions about all layers, which take long to spread, are not needed; the text says the same as with them."""
+    """The text does not spread the decisions to all layers, which takes long, and says the same as with them."""
     config = w1.Config(layers=12)
     mode = w1.modes(config)["tp_sp"]
     with w1_sharded.mesh_of(mode, abstract=True):
@@ -480,7 +481,8 @@ def test_gradients_that_are_returned() -> None:
     """The remedy is the difference between the two plans."""
     (warning,) = trained().warnings
     assert str(warning) == (
-        "525 kB are sent only to leave gathered gradients in .grad -> end the step with opt.zero_grad(): it returns none then"
+        "525 kB are sent only to leave gathered gradients in .grad -> "
+        "end the step with opt.zero_grad(): it returns none then"
     )
     better = trained(step=_ends_with_zero_grad)
     assert better.warnings == ()
@@ -507,8 +509,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
     [
         (
             {"specs": (None, "embed ff", "ff embed")},
-            f"work done twice: 50% of the FLOPs, most in mm at tests/compiler/plan/test_summary.py:{LINE + 1}, alike on "
-            "2 devices along data",
+            f"work done twice: 50% of the FLOPs, most in mm at {HERE}:{LINE + 1}, alike on 2 devices along data",
             "annotate the inputs without annotation (x) over data; plan.redundant lists all such work",
         ),
         (
@@ -524,7 +525,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
         (
             {"fn": double, "args": (meta(8, 8),), "specs": ("batch _",)},
             "no rule, runs on whole operands on every device: test_summary.spread.default at "
-            f"tests/compiler/plan/test_summary.py:{double.__code__.co_firstlineno + 1} (1 times)",
+            f"{HERE}:{double.__code__.co_firstlineno + 1} (1 times)",
             "register one: sl.rule",
         ),
         (
