@@ -93,7 +93,7 @@ def _find_style(
         return "" if w.dim is None or goes_with else None
     if w.dim is None:
         return ""
-    if any(not v.dtype.is_floating_point for op in w.readers for v in op.operands):  # a table, read by indices
+    if w.rank == 2 and any(_is_lookup(op) for op in w.readers):
         return {0: "embedding_rowwise", 1: "embedding_colwise"}[w.dim]
     assert w.var.layout is not None
     factors = w.var.layout.dims[w.dim]
@@ -107,6 +107,11 @@ def _find_style(
         return f"{packed}rowwise" + ("" if is_paired or packed else "_split_input")
     is_paired = any(w.classes & other.classes for other in rows)
     return f"{packed}colwise" + ("" if is_paired or packed else "_gather_output")
+
+
+def _is_lookup(op: Op) -> bool:
+    """Returns whether an op reads one floating-point tensor, by indices."""
+    return [v.dtype.is_floating_point for v in op.operands].count(True) == 1 < len(op.operands)
 
 
 def _list_weights(compiled: Compiled, axis: str) -> list[_Weight]:

@@ -73,6 +73,17 @@ def plan_llama_70b() -> Callable[[], Any]:
     return plan
 
 
+def gpt_175b_layouts() -> dict[str, str]:
+    """Layouts of the matrices of a GPT-2 of transformers: heads, features and the vocabulary lie on `tensor`."""
+    columns = {"*.c_attn.weight": "_ (three=3 h@tensor)", "*.c_attn.bias": "(three=3 h@tensor)"}
+    columns |= {
+        "*.mlp.c_fc.weight": "_ f@tensor",
+        "*.mlp.c_fc.bias": "f@tensor",
+        "transformer.wte.weight": "v@tensor _",
+    }
+    return columns | {"*.attn.c_proj.weight": "h@tensor _", "*.mlp.c_proj.weight": "f@tensor _"}
+
+
 def plan_gpt_175b(layers: int) -> Callable[[], Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -84,16 +95,9 @@ def plan_gpt_175b(layers: int) -> Callable[[], Any]:
                 n_embd=12288, n_layer=layers, n_head=96, n_positions=2048, use_cache=False, loss_type="ForCausalLM"
             )
         )
-    columns = {"*.c_attn.weight": "_ (three=3 h@tensor)", "*.c_attn.bias": "(three=3 h@tensor)"}
-    columns |= {
-        "*.mlp.c_fc.weight": "_ f@tensor",
-        "*.mlp.c_fc.bias": "f@tensor",
-        "transformer.wte.weight": "v@tensor _",
-    }
-    rows = {"*.attn.c_proj.weight": "h@tensor _", "*.mlp.c_proj.weight": "f@tensor _"}
     mesh = sl.Mesh.abstract(data=16, tensor=8)
     with mesh:
-        sl.parallelize(model, columns | rows, strategy="fsdp")
+        sl.parallelize(model, gpt_175b_layouts(), strategy="fsdp")
     opt, ids = torch.optim.Adam(model.parameters()), torch.zeros(16, 2048, dtype=torch.long, device="meta")
 
     def step(model: Any, opt: Any, ids: Any) -> Any:
