@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         plan = plan_function(options.target, mesh)
     if options.html is not None:
         plan.html(options.html, machine=machine)
-    print(getattr(plan, "full", plan) if options.full else plan)
+    print(plan.full if options.full else plan)
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
         print("", *_time_lines(plan, machine, samples), sep="\n")
