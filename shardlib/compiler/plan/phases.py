@@ -38,7 +38,7 @@ def op_phases(ops: Sequence[Op]) -> dict[Op, str]:
 
 
 def step_phases(program: Program) -> list[str]:
-    """Returns the phase of each step, as `op_phases` does for ops.
+    """Returns the phase of each step, as `op_phases` does for ops; a view has the phase of its reader.
 
     Messages and copies belong to the phase of their values. Waits, frees, and steps without operands that the optimizer
     does not read belong to the phase before them.
@@ -55,9 +55,7 @@ def _call(step: Step) -> _Call:
     if isinstance(step, Start):
         return _Call(step.sources, step.outs, step.first.backward, is_carrier=True)
     if isinstance(step, Compute):
-        ops = [v.value.op for v in step.out_vars if v.value is not None]  # a view may stand where its reader does
-        is_backward = step.backward or any(op is not None and op.backward for op in ops)
-        return _Call(step.operands, step.out_vars, is_backward, bool(step.inside))
+        return _Call(step.operands, step.out_vars, step.backward, bool(step.inside))
     return _Call(reads(step), makes(step) if isinstance(step, Copy) else (), is_backward=False, is_carrier=True)
 
 

@@ -20,10 +20,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def plan_step(name: str, strategy: str = "ddp") -> sl.Plan:
+def plan_step(name: str) -> sl.Plan:
     kind, options = OPTIMIZERS[name]
     with sl.Mesh(data=2):
-        model = sl.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), strategy=strategy)
+        model = sl.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), strategy="ddp")
         optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
 
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -43,15 +43,14 @@ def test_the_optimizer_follows_the_backward_pass(name: str) -> None:
     assert [phase for phase, _ in groupby(step_phases(plan.compiled.program))] == [*PHASES]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ops_and_their_steps_have_one_phase(strategy: str) -> None:
-    compiled = plan_step("AdamW", strategy).compiled
+def test_ops_and_their_steps_have_one_phase() -> None:
+    compiled = plan_step("AdamW").compiled
     of_ops = op_phases(compiled.graph.ops)
     pairs = [
         (of_ops[v.value.op], phase)
         for step, phase in zip(compiled.program.steps, step_phases(compiled.program), strict=True)
         for v in (step.out_vars if isinstance(step, Compute) and step.operands else ())
-        if v.value is not None and v.value.op is not None
+        if v.value is not None and v.value.op is not None and not v.value.op.transparent
     ]
     assert {*pairs} == {(FORWARD, FORWARD), (BACKWARD, BACKWARD), (OPTIMIZER, OPTIMIZER)}
 

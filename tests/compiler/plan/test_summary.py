@@ -398,7 +398,7 @@ _PATHS = [f"net.block.{i}.layer.{j}.{name}.up" for i in range(3) for j, name in 
     ("limit", "tensor", "patterns", "name"),
     [
         (2, False, ["net.block.*.layer.*.attn", "net.block.*.layer.*.mlp"], "net.block.*.layer.0.attn"),
-        (1, False, ["net.block.*.layer.*"], "net.block.*.layer.0"),
+        (1, False, ["net.block.*.layer.*"], "net.block.*.layer.*"),
         (9, True, ["net.block.*"], "net.block.*: 2 tensors"),
     ],
 )
