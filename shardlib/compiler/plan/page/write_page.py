@@ -69,12 +69,11 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
     try:
         target = Path(path)
         aside = target.with_name(f"{target.name}.part")
-        aside.write_text(text, "utf-8")
         try:
+            aside.write_text(text, "utf-8")
             aside.replace(target)
-        except OSError:
-            aside.unlink()
-            raise
+        finally:
+            aside.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ShardingError(
