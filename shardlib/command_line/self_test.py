@@ -1,7 +1,7 @@
 """Checks that may take long, load native code or hang, each run by the doctor in a process of its own.
 
-`python -m shardlib.command_line.self_test NAME` prints a line with `PREFIX` and a JSON list of findings. Under torchrun,
-rank 0 prints.
+`python -m shardlib.command_line.self_test NAME` prints a line with `PREFIX` and a JSON list of findings.
+Under torchrun, rank 0 prints.
 """
 
 from __future__ import annotations

@@ -89,6 +89,15 @@ def test_a_copy_of_a_gradient_counts_as_one() -> None:
     assert memory_table.group_values(plan, program)[result] == memory_table.GRADIENTS
 
 
+def write_config(folder: Path, content: Any, name: str = "config.json") -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+TINY = CASES["llama"].config(is_tiny=True)
+SIZES = ("--batch", "8", "--seq", "16")
+
 # Arguments, in which {folder} is a folder with config.json (a tiny Llama) and other configs, and parts of the message.
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mesh without sizes": (

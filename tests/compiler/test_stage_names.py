@@ -33,10 +33,10 @@ def test_every_stage_runs_under_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     def layers(x: Tensor, weights: list[Tensor]) -> Tensor:
         for weight in weights:
             calls.append(("layers", clock.stage))
-            x = torch.relu(x @ weight)
+            x = x + torch.relu(x @ weight)
         return x
 
-    weights = [torch.empty(8, 8, device="meta") for _ in range(8)]
+    weights = [torch.empty(8, 8, device="meta") for _ in range(12)]
     pipeline.compile_program(
         layers, (torch.empty(4, 8, device="meta"), weights), {}, sl.Mesh.abstract(data=2), clock=clock
     )
