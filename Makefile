@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test docs lint types tests avx2 long browser slow bench clean
 
 help:
-	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
+	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices, 1 to 3 minutes (options: ARGS='--steps 100')"
 	@echo "make test   set up, lint, check types, run the tests"
 	@echo "make avx2   set up, run the tests that compare numbers as a CPU without AVX-512 does"
 	@echo "make long   set up, run the tests that take longest, which CI runs as well: some minutes"

@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         plan = plan_function(options.target, mesh)
     if options.html is not None:
-        write_page(plan, options.html)
-    print(getattr(plan, "full", plan) if options.full else plan)
+        plan.html(options.html, machine=machine)
+    print(plan.full if options.full else plan)
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
         print("", *_time_lines(plan, machine, samples), sep="\n")
@@ -128,11 +128,6 @@ def check_writable(path: Path) -> None:
     )  # fmt: skip
     if fault:
         raise ShardingError(f"--html {path} cannot be written", [fault], remedy="name a file in a folder of yours")
-
-
-def write_page(plan: Plan, path: Path) -> None:
-    """Writes the plan as a page."""
-    path.write_text(plan._repr_html_())
 
 
 def _time_lines(plan: Plan, machine: Machine, samples: Mapping[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files of a run besides its checkpoints: losses, their curve, the plan. Each is written aside and then renamed."""
+"""Files of a run besides its checkpoints, such as losses and their curve. Each is written aside and then renamed."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ one device. Only `model.py`, and `parallelize`, `jit` and `Checkpoints` below, d
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -26,6 +27,12 @@ from shardlib.examples.model import GPT, RULES, WEIGHTS, generate
 from shardlib.examples.options import Options
 
 PROMPT = b"def "
+TIMED_STEPS = 3  # the steps after the first that the estimate of the run's time is measured on
+NEXT = """\
+next: the same command with more options, as in make demo ARGS="--resume --steps {more}"
+  --data {size} --tensor 1: another mesh, the same losses by another plan
+  --resume --steps {more}: go on from the last checkpoint, on any mesh
+and to read: {out}/plan.html, the plan's page, in a browser; notebooks/01_first_steps.ipynb"""
 
 
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -69,9 +76,10 @@ class Run:
         self.checkpoints = sl.Checkpoints(options.out / "checkpoints")
 
     def say(self, text: str) -> None:
-        """Prints on rank 0."""
+        """Prints on rank 0, above a progress bar."""
         if self.mesh.rank == 0:
-            print(text, flush=True)
+            with tqdm.external_write_mode():
+                print(text, flush=True)
 
     def begin(self) -> None:
         """Renames the folder of an earlier run."""
@@ -110,11 +118,11 @@ class Run:
         return tokens.to(o.device), targets.to(o.device)
 
     def plan(self) -> None:
-        """Prints the summary of a step's plan and writes the whole plan to a file."""
+        """Prints the plan of a step and writes its page."""
         plan = self.step.plan(self.model, self.opt, *self.batch(self.corpus.train, self.done + 1))
         if self.mesh.rank == 0:
-            report.write_text(self.options.out / "plan.txt", f"{plan}\n")
-        self.say(f"{plan.summary()}\nthe whole plan is in {self.options.out / 'plan.txt'}\n")
+            report.write(self.options.out / "plan.html", plan.html)
+        self.say(f"{plan}\n")
 
     def advance(self) -> float:
         """Runs one step; returns its loss."""
@@ -149,6 +157,10 @@ class Run:
                 value = self.advance()
                 if self.done == first + 1:  # the first step of a process includes building the program
                     start = time.perf_counter()
+                if self.done == first + 1 + TIMED_STEPS:
+                    seconds = (time.perf_counter() - start) / TIMED_STEPS
+                    remaining = o.steps - self.done
+                    self.say(f"{remaining} steps to go, {seconds:.2f} s each: about {remaining * seconds:.0f} s")
                 stop = interrupt.is_requested_on_any_rank(self.mesh)
                 if not stop and (self.done % o.eval_every == 0 or self.done == o.steps):
                     held_out = f"{self.validate():.3f}"
@@ -162,15 +174,17 @@ class Run:
         return True
 
     def sample(self) -> str:
-        """Generates text on one device with gathered weights. All ranks must call this."""
+        """Generates text on one device with gathered weights and writes it. All ranks must call this."""
         o = self.options
         whole = {name: x.full_tensor().cpu() for name, x in self.model.state_dict().items()}
         if self.mesh.rank != 0:
             return ""
         model = GPT(o.config)
         model.load_state_dict(whole)
-        text = generate(model, PROMPT, o.sample, temperature=o.temperature, seed=o.seed)
-        return (PROMPT + text).decode("utf-8", errors="replace")
+        continuation = generate(model, PROMPT, o.sample, temperature=o.temperature, seed=o.seed)
+        text = (PROMPT + continuation).decode("utf-8", errors="replace")
+        report.write_text(o.out / "sample.txt", f"{text}\n")
+        return text
 
 
 def train(options: Options) -> Run:
@@ -193,14 +207,19 @@ def train(options: Options) -> Run:
         else:
             sample = run.sample()
             validation = f", {run.losses.validation[-1][1]:.3f} on held-out text" if run.losses.validation else ""
-            loss = f"loss {run.losses.train[-1]:.3f} nats per byte{validation}" if run.losses.train else "no step"
-            run.say(f"\n{loss}; losses, curve, plan and checkpoints are in {options.out}")
+            curve = [f"{value:.3f}" for value in run.losses.train]
+            loss = f"loss {curve[0]} -> {curve[-1]} nats per byte{validation}" if curve else "no step"
             run.say(f"\n--- the model goes on from {PROMPT.decode()!r}:\n{sample}\n---")
+            run.say(f"\n{loss}; sample, curve, losses, plan and checkpoints are in {options.out}\n")
+            run.say(NEXT.format(more=2 * options.steps, size=mesh.size, out=options.out))
     return run
 
 
 def main(argv: list[str] | None = None) -> int:
-    train(Options.parse(argv))
+    options = Options.parse(argv)
+    if "OMP_NUM_THREADS" not in os.environ:  # more threads wait in a busy loop for one that another process delays
+        torch.set_num_threads(1)
+    train(options)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

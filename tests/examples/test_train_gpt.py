@@ -110,9 +110,20 @@ def test_what_a_run_leaves(first: tuple[Run, str], plain: list[float]) -> None:
     assert written["train"] == run.losses.train
     assert [step for step, _ in written["validation"]] == [3, 6]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "all_reduce" in (folder / "plan.txt").read_text()
-    assert not list(folder.parent.rglob("*partial*"))
-    assert "--- the model goes on from 'def '" in said
+    assert "all_reduce" in (folder / "plan.html").read_text(encoding="utf-8")
+    sample = (folder / "sample.txt").read_text(encoding="utf-8")
+    assert sample.startswith("def ")
+    assert not [path for path in folder.parent.rglob("*") if "part" in path.name]
+    for text in (
+        "train_step on data=2, tensor=4 (8 devices, virtual)",
+        "2 steps to go, ",
+        f"--- the model goes on from 'def ':\n{sample}---",
+        f"loss {run.losses.train[0]:.3f} -> {run.losses.train[-1]:.3f} nats per byte",
+        "--data 8 --tensor 1: ",
+        "--resume --steps 12: ",
+        f"{folder}/plan.html, ",
+    ):
+        assert text in said, text
 
 
 @pytest.mark.long
@@ -198,7 +209,7 @@ def test_interrupted_it_leaves_a_usable_checkpoint(tmp_path: Path, plain: list[f
     options = replace(TINY, out=tmp_path, steps=100_000, save_every=100_000, eval_every=3)
     process, pipe = apart(_told, _command(options)[2:])
     deadline = time.monotonic() + 120
-    while not (tmp_path / "plan.txt").exists() and process.is_alive() and time.monotonic() < deadline:
+    while not (tmp_path / "plan.html").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
     assert process.pid is not None

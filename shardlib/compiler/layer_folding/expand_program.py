@@ -14,7 +14,7 @@ from shardlib.compiler.lower.lowering import Part
 from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait, reads
 from shardlib.compiler.propagate import Decisions
-from shardlib.core.source_lines import Line
+from shardlib.core.source_lines import Line, Module
 from shardlib.primitives.random.keys import COUNTER
 
 _NUMBER = re.compile(r"_\d+$")
@@ -91,7 +91,7 @@ class _Unroller(LayeredProgram):
                 args = (*args[:at], number, *args[at + 1 :])
             outs, inside, line = self._outs(mine, step, own, layer), step.inside, step.line
             if op is not None:
-                inside, line = op.node.meta.get("modules", ()) if inside else inside, _tagged(line, op)
+                inside, line = _modules(mine, op, outs), _tagged(line, op)
             note = renamed(step.note, lambda name: self._name(name, own, layer))
             return replace(step, args=args, kwargs=kwargs, outs=outs, line=line, inside=inside, note=note)
         if isinstance(step, Start):
@@ -188,6 +188,17 @@ class _Unroller(LayeredProgram):
         """Returns an unused name, numbered as `Builder` does."""
         n = self.names[base] = self.names.get(base, -1) + 1
         return base if n == 0 else self._free(f"{base}_{n}")
+
+
+def _modules(mine: OwnedStep, op: Op, outs: Sequence[Var | None]) -> tuple[Module, ...]:
+    """Returns the modules of a repeated call: those of its op, or, for a view that its reader lowers, of the view."""
+    step, owner = mine.step, mine.owner
+    assert isinstance(step, Compute)
+    assert isinstance(owner, Op)
+    view = next((v.value.op for v in outs if v is not None and v.value is not None), None)
+    source = op if view is None or step.inside == owner.node.meta.get("modules", ()) else view
+    modules: tuple[Module, ...] = source.node.meta.get("modules", ())
+    return modules
 
 
 def _tagged(line: Line | None, op: Op) -> Line | None:

@@ -20,7 +20,7 @@ from shardlib.compiler.stages.fragment_tags import tag_step
 from shardlib.compiler.stages.fragments import Fragment, Kind, PipelineShape
 from shardlib.compiler.stages.pipeline_shape import choose_shape, count_live
 from shardlib.compiler.stages.schedules import order_fragments
-from shardlib.compiler.stages.staged import ONCE, Message, Staged
+from shardlib.compiler.stages.staged import ONCE, Message, Staged, order_receives
 from shardlib.compiler.stages.timetable import Orders
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line
@@ -289,7 +289,7 @@ class _Cut:
         }
         copies = (v for task in order if self.positions[task] is None for v in task.makes)  # each stage has its own
         local |= {v: replace(v, name=f"{v.name}.s{stage}") for v in copies}
-        incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
+        incoming = order_receives([m for ms in sends.values() for m in ms if m.receiver == stage], order)
         steps: list[Step] = [
             self._send(m) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.value_positions
         ]
@@ -335,18 +335,3 @@ class _Cut:
         producer = self.producers.get(v)
         backward = v in self.behind_cotangents if self.is_split else producer is not None and producer.backward
         return None if producer is None else producer.line, backward
-
-
-def _in_order(messages: Sequence[Message], order: Sequence[Task]) -> dict[Task | None, list[Message]]:
-    """Returns the messages that a stage receives in front of each task; those of one sender keep their order."""
-    first: dict[Var, int] = {}
-    for i, task in enumerate(order):
-        for v in task.reads:
-            first.setdefault(v, i)
-    received: dict[Task | None, list[Message]] = defaultdict(list)
-    soonest: dict[int, int] = {}  # by sender
-    for m in sorted(messages, key=lambda m: -m.number):
-        index = min(first.get(m.var, len(order)), soonest.get(m.sender, len(order)))
-        soonest[m.sender] = index
-        received[order[index] if index < len(order) else None].insert(0, m)
-    return received

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Program, Var
+from shardlib.compiler.stages.assign import Task
 from shardlib.compiler.stages.explain_cut import Partition
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
 from shardlib.compiler.stages.timetable import Orders
@@ -63,3 +65,18 @@ class Staged:
     @cached_property
     def by_number(self) -> Mapping[int, Message]:
         return {m.number: m for m in self.messages}
+
+
+def order_receives(messages: Sequence[Message], order: Sequence[Task]) -> dict[Task | None, list[Message]]:
+    """Returns the messages that a stage receives in front of each task; those of one sender keep their order."""
+    first: dict[Var, int] = {}
+    for i, task in enumerate(order):
+        for v in task.reads:
+            first.setdefault(v, i)
+    received: dict[Task | None, list[Message]] = defaultdict(list)
+    soonest: dict[int, int] = {}  # by sender
+    for m in sorted(messages, key=lambda m: -m.number):
+        index = min(first.get(m.var, len(order)), soonest.get(m.sender, len(order)))
+        soonest[m.sender] = index
+        received[order[index] if index < len(order) else None].insert(0, m)
+    return received

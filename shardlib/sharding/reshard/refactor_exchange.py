@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
+import numpy as np
+
 from shardlib.sharding.chunks import largest_shard, shard_range
 from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords
 from shardlib.sharding.reshard.prices import Prices
@@ -119,11 +121,29 @@ class RefactorExchange:
             coords = dict.fromkeys((a.name for a in (*self.axes, *self.others)), 0)
             for axis, c in zip(self.others, at, strict=True):
                 coords[axis.name] += c * axis.post
-            out: dict[int, int] = defaultdict(int)
-            for (i, j), size in self._schedule(coords).sent.items():
-                out[i] += size * (i != j)
-            most = max([most, *out.values()])
+            members = [member_coords(coords, self.axes, i) for i in range(group_size(self.axes))]
+            before, after = ([held_ranges(dim, c) for c in members] for dim in (self.before, self.after))
+            received = _CountedRanges([x for ranges in after for x in ranges])
+            for mine, kept in zip(before, after, strict=True):
+                most = max(most, received.overlap(mine) - _CountedRanges(kept).overlap(mine))
         return most
+
+
+class _CountedRanges:
+    """Ranges of a dim, which may overlap each other."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ends = [np.sort(np.array(x, dtype=np.int64)) for x in ([a for a, _ in ranges], [b for _, b in ranges])]
+        self.sums = [np.concatenate([[0], np.cumsum(x)]) for x in self.ends]
+
+    def overlap(self, ranges: Sequence[Range]) -> int:
+        """Returns the elements that these have in common with `ranges`, each as often as they hold it."""
+        return sum(self._below(b) - self._below(a) for a, b in ranges)
+
+    def _below(self, x: int) -> int:
+        counts = [int(np.searchsorted(ends, x)) for ends in self.ends]
+        (starts, start_sum), (stops, stop_sum) = ((n, int(sums[n])) for n, sums in zip(counts, self.sums, strict=True))
+        return (starts - stops) * x - start_sum + stop_sum
 
 
 class _Schedule:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 
-from .test_layer_folding import compare
+from .test_layer_folding import compare, folding
 
 D = 256
 
@@ -73,3 +73,37 @@ def test_microbatches(layers: int, n: int, inside: bool, stages: int, left_out: 
             return sl.jit(step).plan(model, optimizer, tokens)
 
     assert compare(plan) == left_out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "zb_h1")])
+def test_values(stages: int, schedule: str) -> None:
+    """Steps of folded microbatches have the bits of those that are all planned, and numbers of dropout of their own."""
+
+    def train(least: float) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = Deep(2).double()
+        mesh = sl.Mesh(stage=stages, data=2, stages="stage") if stages > 1 else sl.Mesh(data=2)
+        named = {"table": 0, "blocks.0": 0, "blocks.1": 1} if stages > 1 else None
+        sl.parallelize(model, strategy="fsdp", stages=named, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        tokens = torch.randint(32, (40, 6))
+
+        @sl.jit
+        def step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
+            value: Tensor = sl.microbatch(model, tokens, n=10, schedule=schedule)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return value.detach()
+
+        with folding(least) as seen, mesh:
+            losses = [step(model, optimizer, tokens).full_tensor() for _ in range(2)]
+        return losses + [p.full_tensor().detach() for p in model.parameters()], seen
+
+    folded, left_out = train(0)
+    planned, _ = train(float("inf"))
+    assert left_out[0] == (2 if stages == 1 else 3)
+    for mine, theirs in zip(folded, planned, strict=True):
+        assert torch.equal(mine, theirs)

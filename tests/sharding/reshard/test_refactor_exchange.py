@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import shardlib as sl
 from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
 from shardlib.compiler.propagate.solver.value_records import ValueEnd, ValueRecord
 from shardlib.sharding.chunks import ShardSizes
-from shardlib.sharding.mesh.axis import Axis, Coords
+from shardlib.sharding.mesh.axis import Axis, Coords, group_size
 from shardlib.sharding.reshard import DEFAULT_PRICES
 from shardlib.sharding.reshard.refactor_exchange import MAX_RANGES, Dim, RefactorExchange, held_ranges
 
@@ -139,3 +141,27 @@ def test_placed_tensors_move_so_too() -> None:
         moved = sl.shard(x, "d f@t").redistribute("d (three=3 f@t)")
         assert [s.shape for s in (p.data for p in moved.shards)] == [(4, 12)] * 4
     assert torch.equal(moved.full_tensor(), x)
+
+
+def test_the_busiest_device() -> None:
+    """`most` is the largest sum of the messages of one device, over all groups."""
+    rng, tried = random.Random(0), 0
+    axes = Axis("t", 4), Axis("d", 2), Axis("e", 3)
+    while tried < 200:
+        dims = []
+        for _ in range(2):
+            sizes = [rng.choice([1, 2, 3, 4, 6, 8, 12]) for _ in range(rng.randint(1, 3))]
+            on: list[list[Axis]] = [[] for _ in sizes]
+            for axis in rng.sample(axes, rng.randint(1, 3)):
+                rng.choice(on).append(axis)
+            dims.append(tuple((size, tuple(mine)) for size, mine in zip(sizes, on, strict=True)))
+        if math.prod(n for n, _ in dims[0]) != math.prod(n for n, _ in dims[1]):
+            continue
+        tried += 1
+        exchange = RefactorExchange(0, *dims)
+        n, busiest = group_size(exchange.axes), 0
+        for others in itertools.product(*(range(a.size) for a in axes)):
+            coords = {a.name: c for a, c in zip(axes, others, strict=True)}
+            for i in range(n):
+                busiest = max(busiest, sum(exchange.sent(coords, i, j) for j in range(n) if i != j))
+        assert exchange.most == busiest, dims

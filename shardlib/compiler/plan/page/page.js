@@ -201,7 +201,8 @@ function programTools(plan) {
     "data-key": `phase-${name}`, onchange: () => toggle(state.phases, name) }), name);
   const unfold = () => update({ open: new Set(plan.program.map((row) => `row-${row.index}`)) });
   return h("div", { class: "tools" }, h("span", {}, modes.map(mode)), h("span", {}, PHASES.map(phase)),
-    item("unfold", { class: "plain", onclick: unfold }, "Unfold all"), item("shut", { class: "plain", onclick: () => update({ open: new Set() }) }, "Fold all"));
+    item("unfold", { class: "plain", onclick: unfold }, "Unfold all"),
+    item("shut", { class: "plain", onclick: () => update({ open: new Set() }) }, "Fold all"));
 }
 
 function programRow(plan, row, depth) {
@@ -252,8 +253,10 @@ function messageDetails(plan, message) {
   return [h("h2", { class: "mono" }, `${message.kind}[${message.axes}] of ${message.value}`),
     facts([["because", message.reason], ["sends", `${si(message.bytes, "B")} per device${times}`],
       ["takes", message.seconds ? `${clock(message.seconds)} simulated; calls wait ${clock(message.exposed)} for it` : ""],
-      ["from", typeLabel(plan, message.before)], ["to", typeLabel(plan, message.after)], ["at", [message.phase, " of ", lineLink(plan, message.line)]],
-      ["in one message with", message.together > 1 ? counted(message.together - 1, "other") : ""], ["form", message.form], ["backend", message.backend]]),
+      ["from", typeLabel(plan, message.before)], ["to", typeLabel(plan, message.after)],
+      ["at", [message.phase, " of ", lineLink(plan, message.line)]],
+      ["in one message with", message.together > 1 ? counted(message.together - 1, "other") : ""],
+      ["form", message.form], ["backend", message.backend]]),
     h("h3", {}, "Reasons, back to the annotations"),
     h("div", { class: "chain mono" }, chain.map((text) => h("div", { style: `margin-left:${text.search(/\S/) * 7 - 14}px` }, text.trim()))),
     ...alternatives(plan, message)];
@@ -276,8 +279,19 @@ function alternatives(plan, message) {
 function rowDetails(plan, row) {
   return [h("h2", { class: "mono" }, row.text),
     facts([["result", typeLabel(plan, row.layout)], ["phase", row.phase], ["times", row.total > 1 ? row.total : ""],
-      ["work", row.flops ? `${si(row.flops, "FLOP")} each` : ""], ["line", lineLink(plan, row.line)], ["code", h("code", {}, plan.lines[row.line]?.text || "")]]),
+      ["work", row.flops ? `${si(row.flops, "FLOP")} each` : ""], ["line", lineLink(plan, row.line)],
+      ["code", h("code", {}, plan.lines[row.line]?.text || "")]]),
     row.layout >= 0 && holders(plan.layouts[row.layout])].filter(Boolean);
+}
+
+function repeatedWork(work) {
+  const op = `${work.op}${work.backward ? ", backward" : ""}`;
+  return `${op}: ${si(work.flops, "FLOP")}, ${si(work.bytes, "B")} of results, alike on ${work.copies} devices along ${work.axes}`;
+}
+
+function callLink(plan, row) {
+  const open = () => select({ kind: "row", index: row.index });
+  return h("div", {}, item(`row-${row.index}`, { class: "link mono", onclick: open }, row.text), " ", typeLabel(plan, row.layout));
 }
 
 function lineDetails(plan, index) {
@@ -287,9 +301,10 @@ function lineDetails(plan, index) {
   const work = plan.redundant.filter((entry) => entry.line === index);
   return [h("h2", { class: "mono" }, place(line)), h("code", {}, line.text),
     facts([["sends", bytesOrNothing(heat.bytes)], ["work", heat.flops ? si(heat.flops, "FLOP") : ""],
-      ["repeated work", work.map((entry) => h("div", {}, `${entry.op}${entry.backward ? ", backward" : ""}: ${si(entry.flops, "FLOP")}, ${si(entry.bytes, "B")} of results, alike on ${entry.copies} devices along ${entry.axes}`))]]),
-    heat.messages.length > 0 && h("h3", {}, "Collectives"), h("div", { class: "chips", style: "padding-left:0" }, heat.messages.map((i) => chip(plan.messages[i]))),
-    calls.length > 0 && h("h3", {}, "Calls"), ...calls.map((row) => h("div", {}, item(`row-${row.index}`, { class: "link mono", onclick: () => select({ kind: "row", index: row.index }) }, row.text), " ", typeLabel(plan, row.layout)))].filter(Boolean);
+      ["repeated work", work.map((entry) => h("div", {}, repeatedWork(entry)))]]),
+    heat.messages.length > 0 && h("h3", {}, "Collectives"),
+    h("div", { class: "chips", style: "padding-left:0" }, heat.messages.map((i) => chip(plan.messages[i]))),
+    calls.length > 0 && h("h3", {}, "Calls"), ...calls.map((row) => callLink(plan, row))].filter(Boolean);
 }
 
 function valueDetails(plan, value) {
@@ -308,7 +323,8 @@ function searchEntries(plan) {
   const rows = plan.program.map((row) => ({ text: row.last ? `${row.text} ... ${row.last}` : row.text,
     kind: row.message >= 0 ? "collective" : row.kind === "group" ? "module" : "call", panel: "program", row,
     selected: row.message >= 0 ? { kind: "message", index: row.message } : { kind: "row", index: row.index } }));
-  const lines = plan.lines.filter((line) => line.number).map((line) => ({ text: `${place(line)}  ${line.text}`, kind: "line", selected: { kind: "line", index: line.index } }));
+  const lines = plan.lines.filter((line) => line.number).map((line) =>
+    ({ text: `${place(line)}  ${line.text}`, kind: "line", selected: { kind: "line", index: line.index } }));
   return [...named("input", "layouts"), ...named("output", "layouts"), ...rows, ...lines];
 }
 

@@ -4,7 +4,8 @@
 
 function drawLayouts(panel, plan) {
   const rows = (kind) => plan[kind + "s"].map((value) => {
-    const label = item(`${kind}-${value.index}`, { class: "mono", "data-layout": value.layout, onclick: () => select({ kind, index: value.index }) }, value.name);
+    const open = () => select({ kind, index: value.index });
+    const label = item(`${kind}-${value.index}`, { class: "mono", "data-layout": value.layout, onclick: open }, value.name);
     const times = value.times > 1 ? h("span", { class: "times" }, `x ${value.times}`) : "";
     const small = value.layout < 0 ? "" : picture(plan.layouts[value.layout], 84, 34, false);
     const row = [[label, times], value.layout < 0 ? value.type : typeLabel(plan, value.layout), value.how, bytesOrNothing(value.bytes), small];
@@ -86,7 +87,8 @@ function drawMemory(panel, plan) {
     [h("span", { class: "mono" }, group.name), group.times > 1 ? h("span", { class: "times" }, `x ${group.times}`) : ""],
     si(group.bytes, "B"), [group.maker ? `${group.maker} at ` : "", group.maker ? lineLink(plan, group.line) : ""], group.why]);
   panel.replaceChildren(
-    h("div", { class: "tools" }, peak, h("span", { class: "quiet" }, "bytes in use on the fullest device while each step runs; click the curve for another step")),
+    h("div", { class: "tools" }, peak, h("span", { class: "quiet" },
+      "bytes in use on the fullest device while each step runs; click the curve for another step")),
     memoryCurve(plan, step), slider,
     h("h2", {}, `${si(plan.levels[step], "B")} at ${at}`), table(["value", ">bytes", "made by", "why it is kept"], rows));
 }

@@ -12,7 +12,8 @@ function drawTime(panel, plan) {
   const tools = h("div", { class: "tools" },
     item("in", { class: "plain", onclick: zoom(0.5) }, "Zoom in"), item("out", { class: "plain", onclick: zoom(2) }, "Zoom out"),
     item("perfetto", { class: "plain", onclick: () => downloadTrace(plan) }, "Download for Perfetto"),
-    h("span", {}, h("i", { class: "swatch", style: "background:var(--exposed)" }), `exposed communication: ${clock(plan.clock.exposed)} of ${clock(plan.clock.seconds)}`));
+    h("span", {}, h("i", { class: "swatch", style: "background:var(--exposed)" }),
+      `exposed communication: ${clock(plan.clock.exposed)} of ${clock(plan.clock.seconds)}`));
   const canvas = h("canvas", { id: "streams", height: 40 + 30 * usedStreams(plan).length });
   panel.replaceChildren(tools, canvas, h("h2", {}, "Messages that nothing hides"), exposedTable(plan), ...busyTable(plan));
   drawStreams(canvas, plan);
@@ -81,8 +82,13 @@ function watchStreams(canvas, plan) {
       redraw();
     }
     const over = eventAt(canvas, plan, event);
-    canvas.title = over ? `${over.name}: ${clock(over.duration / 1e6)}${over.exposed ? `, exposed ${clock(over.exposed / 1e6)}` : ""}\n${place(plan.lines[over.line])}` : "";
+    canvas.title = over ? eventText(plan, over) : "";
   });
+}
+
+function eventText(plan, event) {
+  const waits = event.exposed ? `; calls wait ${clock(event.exposed / 1e6)} for it` : "";
+  return `${event.name}: ${clock(event.duration / 1e6)}${waits}\n${place(plan.lines[event.line])}`;
 }
 
 function eventAt(canvas, plan, pointer) {
@@ -108,8 +114,10 @@ function exposedTable(plan) {
     groups.set(key, group);
   }
   const rows = [...groups.values()].sort((a, b) => b.exposed - a.exposed).map((group) =>
-    [h("span", { class: "mono" }, group.name), String(group.times), clock(group.exposed / 1e6), clock(group.duration / 1e6), lineLink(plan, group.line)]);
-  return rows.length ? table(["message", ">times", ">calls wait", ">it takes", "line"], rows) : h("div", { class: "empty" }, "all communication is hidden");
+    [h("span", { class: "mono" }, group.name), String(group.times), clock(group.exposed / 1e6),
+      clock(group.duration / 1e6), lineLink(plan, group.line)]);
+  if (!rows.length) return h("div", { class: "empty" }, "all communication is hidden");
+  return table(["message", ">times", ">calls wait", ">it takes", "line"], rows);
 }
 
 function busyTable(plan) {
@@ -125,7 +133,8 @@ function traceOf(plan) {
   const events = [{ ph: "M", pid: 1, name: "process_name", args: { name: plan.clock.title } }];
   plan.clock.streams.forEach((name, i) => events.push({ ph: "M", pid: 1, tid: i + 1, name: "thread_name", args: { name } }));
   for (const event of plan.events) {
-    events.push({ ph: "X", pid: 1, tid: event.stream + 1, name: event.name, ts: event.start, dur: event.duration, args: { line: place(plan.lines[event.line]) } });
+    const at = { ts: event.start, dur: event.duration, args: { line: place(plan.lines[event.line]) } };
+    events.push({ ph: "X", pid: 1, tid: event.stream + 1, name: event.name, ...at });
   }
   for (const [moment, bytes] of plan.clock.memory) events.push({ ph: "C", pid: 1, name: "memory", ts: moment, args: { bytes } });
   return { traceEvents: events };

@@ -1,6 +1,6 @@
 """Ranks layouts of a training step of a GPT of 175 billion parameters (96 layers) on 1,024 simulated H100.
 
-    python -m tests.validation.benchmarks.pipeline_layouts [--layers 96] [--microbatches 8] [--layouts 8x8x16 1x8x128]
+    python -m tests.validation.layouts [--layers 96] [--microbatches 8] [--layouts 8x8x16 1x8x128]
 
 A layout is stages x tensor x data. Each step has 256 rows of 2,048 tokens, the model in float32 with Adam, FSDP on
 `data`, columns and rows of matrices on `tensor`, layers cut evenly; `auto` lets the compiler cut. Prints for each
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 import shardlib as sl
-
-from .planning import gpt_175b_layouts
-from .timing import markdown
+from tests.validation.benchmarks.planning import gpt_175b_layouts
+from tests.validation.benchmarks.timing import markdown
 
 ROWS, TOKENS = 256, 2048
 LAYOUTS = ("8x8x16", "16x8x8", "4x8x32", "8x4x32", "1x8x128", "auto:8x8x16")
