@@ -13,6 +13,7 @@ pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORT = 1  # so many of them are part of `make test`: the others compile models, most of them several in several ways
+GALLERY = 7  # from this number on, notebooks are part of `make long`
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,10 @@ async def _run(paths: list[Path]) -> dict[Path, Any]:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[] if i < SHORT else pytest.mark.slow) for i, path in enumerate(NOTEBOOKS)],
+    [
+        pytest.param(path, marks=[] if i < SHORT else pytest.mark.slow if i + 1 < GALLERY else pytest.mark.long)
+        for i, path in enumerate(NOTEBOOKS)
+    ],
     ids=lambda path: path.stem,
 )
 def test_runs_and_says_what_it_said(path: Path, ran: dict[Path, Any]) -> None:
