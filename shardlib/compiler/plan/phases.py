@@ -15,7 +15,7 @@ FORWARD, BACKWARD, OPTIMIZER = PHASES = "forward", "backward", "optimizer"
 
 @dataclass(frozen=True)
 class _Call:
-    """What one op or step `reads` and `makes`; a `carrier` (a message, a copy) computes nothing."""
+    """An op or a step: the values that it `reads` and `makes`. A carrier (a message, a copy) computes nothing."""
 
     reads: Sequence[Any]
     makes: Sequence[Any]
