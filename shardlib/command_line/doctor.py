@@ -83,10 +83,7 @@ def check_all() -> Iterator[Finding]:
 
 
 def check_packages(distribution: str) -> Iterator[Finding]:
-    """Compares installed versions with those that the metadata of `distribution` requires.
-
-    A package that shardlib needs is there, or else this module could not be imported.
-    """
+    """Compares installed versions with those that the metadata of `distribution` requires."""
     try:
         requirements = importlib.metadata.requires(distribution) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -101,13 +98,13 @@ def check_packages(distribution: str) -> Iterator[Finding]:
 
 def check_package(name: str, oldest: str) -> Finding:
     """Compares the installed version of a package with the oldest one that shardlib runs with."""
-    remedy = f"pip install '{name}>={oldest}'"
+    level, remedy = WARNING if name in OPTIONAL else FAULT, f"pip install '{name}>={oldest}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, WARNING, f"it is not installed; {OPTIONAL[name]}", remedy)
+        return Finding(name, level, f"it is not installed; {OPTIONAL.get(name, 'shardlib needs it')}", remedy)
     if _numbers(version) < _numbers(oldest):
-        return Finding(name, WARNING if name in OPTIONAL else FAULT, f"{version} is older than {oldest}", remedy)
+        return Finding(name, level, f"{version} is older than {oldest}", remedy)
     return Finding(name, OK, version)
 
 

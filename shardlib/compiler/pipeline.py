@@ -147,18 +147,16 @@ def compile_program(
     _mark(graph, options, _regathered(traced, graph, call))
     before = () if options.schedule.state or _has_stages(mesh) else before  # these belong to this call's objects
     if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
-        clock.end()
-        return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
+        return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.end())
     lowered = _lower_in_order(graph, mesh, pins, options.planning, clock, dump)
     clock.begin("passes")
     finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
-    clock.end()
     return Compiled(
         *(traced, mesh, graph, lowered.propagate_whole),
         inputs=tuple(zip(traced.input_names, graph.inputs, strict=True)),
         fixed_inputs=inputs,
         fixed_outputs=pins.outputs,
-        seconds=clock.seconds,
+        seconds=clock.end(),
         search=lowered.search,
         layer_decisions=lowered.layer_decisions,
         **vars(finished),

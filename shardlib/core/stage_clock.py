@@ -18,8 +18,9 @@ class StageClock:
         self.end()
         self.stage, self._begin = stage, time.perf_counter()
 
-    def end(self) -> None:
-        """Ends the stage that runs, if any."""
+    def end(self) -> dict[str, float]:
+        """Ends the stage that runs, if any; returns the seconds of all."""
         if self.stage:
             self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + time.perf_counter() - self._begin
         self.stage = ""
+        return self.seconds
