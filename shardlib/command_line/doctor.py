@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardlib.command_line.finding import FAULT, OK, WARNING, Finding
+from shardlib.command_line.finding import FAULT, OK, PREFIX, WARNING, Finding
 
 TESTS = "shardlib.command_line.self_test"
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -30,13 +30,8 @@ PROCESSES: Sequence[tuple[str, tuple[str, ...], tuple[str, ...], float]] = (
     ("virtual devices", ("-m", TESTS), ("virtual",), 120.0),
     ("ranks", (*LAUNCH, "-m", TESTS), ("ranks",), 180.0),
 )
-# Packages: the oldest version, whether shardlib needs it, and its use.
-PACKAGES = (
-    ("torch", "2.11", True, ""),
-    ("einops", "0.8", True, ""),
-    ("numpy", "1.26", True, ""),
-    ("transformers", "4.56", False, "shardlib plan --model needs it"),
-)
+OPTIONAL = {"transformers": "shardlib plan --model needs it"}  # packages that shardlib runs without, and their use
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*>=(?P<oldest>[\d.]+)")  # torch>=2.11; extra == "peer"
 _LINES = 12  # of the end of a failed process's output
 
 
@@ -80,23 +75,39 @@ def check_all() -> Iterator[Finding]:
     version = platform.python_version()
     fits = sys.version_info >= (3, 11)
     yield Finding("python", OK if fits else FAULT, f"{version} on {sys.platform}", "" if fits else "use Python 3.11")
-    for name, oldest, is_needed, use in PACKAGES:
-        yield check_package(name, oldest, is_needed, use)
+    yield from check_packages("shardlib")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("CPUs", OK, f"{cores} for this process")
     for name, launcher, tests, seconds in PROCESSES:
         yield from run_tests(name, (*launcher, *tests), seconds)
 
 
-def check_package(name: str, oldest: str, is_needed: bool, use: str) -> Finding:
+def check_packages(distribution: str) -> Iterator[Finding]:
+    """Compares installed versions with those that the metadata of `distribution` requires.
+
+    A package that shardlib needs is there, or else this module could not be imported.
+    """
+    try:
+        requirements = importlib.metadata.requires(distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        text = "it is not installed, so the versions of its packages are not checked"
+        yield Finding(distribution, WARNING, text, "pip install -e . in the folder of its pyproject.toml")
+        return
+    for requirement in requirements:
+        match = _REQUIREMENT.match(requirement)
+        if match is not None and (match["name"] in OPTIONAL or ";" not in requirement):
+            yield check_package(match["name"], match["oldest"])
+
+
+def check_package(name: str, oldest: str) -> Finding:
     """Compares the installed version of a package with the oldest one that shardlib runs with."""
-    level, remedy = FAULT if is_needed else WARNING, f"pip install '{name}>={oldest}'"
+    remedy = f"pip install '{name}>={oldest}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, level, f"it is not installed{f'; {use}' if use else ''}", remedy)
+        return Finding(name, WARNING, f"it is not installed; {OPTIONAL[name]}", remedy)
     if _numbers(version) < _numbers(oldest):
-        return Finding(name, level, f"{version} is older than {oldest}", remedy)
+        return Finding(name, WARNING if name in OPTIONAL else FAULT, f"{version} is older than {oldest}", remedy)
     return Finding(name, OK, version)
 
 
@@ -116,7 +127,7 @@ def run_tests(name: str, arguments: Sequence[str], seconds: float) -> list[Findi
         finally:
             with contextlib.suppress(ProcessLookupError):  # all have ended
                 os.killpg(process.pid, signal.SIGKILL)
-    results = [line for line in out.splitlines() if line.startswith("[")]
+    results = [line.removeprefix(PREFIX) for line in out.splitlines() if line.startswith(PREFIX)]
     if process.returncode or not results:
         end = "\n".join(err.splitlines()[-_LINES:])
         text = f"the test ended with status {process.returncode}\n{end}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
+PREFIX = "shardlib findings: "  # of the line of JSON that the self-test prints, between lines of other libraries
 
 
 @dataclass(frozen=True)

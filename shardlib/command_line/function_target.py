@@ -34,7 +34,14 @@ def plan_function(target: str, mesh: Mesh) -> Plan:
                 remedy=_EXAMPLE,
             )
         step, *args = result
-        plan: Plan = (step if hasattr(step, "plan") else jit(step)).plan(*args)
+        method = step.plan if callable(getattr(step, "plan", None)) else jit(step).plan
+        plan = method(*args)
+        if not isinstance(plan, Plan):
+            raise ShardingError(
+                f"the method plan of the step of {target} returns {type(plan).__name__}",
+                rule="a step with a method plan returns a plan from it, as jitted functions do",
+                remedy=_EXAMPLE,
+            )
     return plan
 
 

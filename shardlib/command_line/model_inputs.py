@@ -64,7 +64,7 @@ INPUTS: Mapping[str, tuple[Maker, bool]] = {
     "input_values": (_sound, True),
 }
 # By a part of the class's name: the labels of its loss. Other classes have no `labels` here.
-LABELS: Mapping[str, Maker] = {
+LOSS_LABELS: Mapping[str, Maker] = {
     "CausalLM": _ids, "LMHead": _ids, "MaskedLM": _ids, "ConditionalGeneration": _ids, "DoubleHeads": _ids,
     "TokenClassification": _ids, "ImageClassification": _classes, "SequenceClassification": _classes,
     "AudioClassification": _classes, "VideoClassification": _classes,
@@ -81,7 +81,7 @@ def make_inputs(model: nn.Module, batch: int | None, seq: int | None) -> dict[st
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     names = ["input_ids", "pixel_values"] if "return_loss" in accepted else [main]
-    labels = next((make for part, make in LABELS.items() if part in type(model).__name__), None)
+    labels = next((make for part, make in LOSS_LABELS.items() if part in type(model).__name__), None)
     labels = labels if "labels" in accepted else None
     if unknown := [name for name in names if name not in INPUTS]:
         raise ShardingError(
@@ -109,8 +109,9 @@ def _check_sizes(config: Any, name: str, batch: int | None, seq: int | None, rea
         wrong.append("--batch is missing" if batch is None else f"--batch {batch} is no number of samples")
     if reads_tokens and (seq is None or seq < 1):
         wrong.append("--seq is missing" if seq is None else f"--seq {seq} is no number of tokens")
-    most = _first(config.get_text_config(), POSITIONS, None) if reads_tokens else None
-    if seq is not None and isinstance(most, int) and 0 < most < seq:
+    positions = _first(config.get_text_config(), POSITIONS, None) if reads_tokens else None
+    most = positions if isinstance(positions, int) and positions > 0 else None  # some configs write -1 for no limit
+    if seq is not None and most is not None and most < seq:
         wrong.append(f"--seq {seq} is more than the {most} positions of its config")
     if wrong:
         raise ShardingError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from shardlib.command_line.function_target import plan_function
 from shardlib.command_line.memory_table import memory_table
 from shardlib.command_line.training_step import plan_training_step
 from shardlib.compiler.memory_options import WORDS
+from shardlib.compiler.plan.page.write_page import check_writable
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.errors import ShardingError
@@ -35,7 +35,8 @@ MODULE:FUNCTION names a function without arguments, which runs inside the mesh a
     shardlib plan train:small --mesh data=4,tensor=2 --machine h100
 
 --model plans a whole training step with AdamW of a transformers model instead: forward, backward and update. Parameters
-and moments are in float32, and the model computes in bfloat16.
+and moments are in float32, and the model computes in bfloat16. The loss is the model's own; for a model without one,
+such as LlamaModel, it is the mean square of each output, added up.
 
     shardlib plan --model config.json --mesh data=512,tensor=8 --machine h100 --batch 1024 --seq 4096 --strategy fsdp
 """
@@ -76,11 +77,11 @@ def run(options: argparse.Namespace) -> int:
             "shardlib plan is given " + ("no program" if options.model is None else "two programs"),
             remedy="name one: MODULE:FUNCTION, or --model CONFIG",
         )
-    samples: Mapping[str, int] = {}
+    counts: Mapping[str, int] = {}
     labels: Mapping[str, str] = {}
     if options.model is not None:
         step = plan_training_step(mesh, options)
-        plan, samples, labels = step.plan, step.samples, step.labels
+        plan, counts, labels = step.plan, step.counts, step.labels
         print(*step.facts, "", sep="\n")
     else:
         plan = plan_function(options.target, mesh)
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     print(plan.full if options.full else plan)
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
-        print("", *_time_lines(plan, machine, samples), sep="\n")
+        print("", *_time_lines(plan, machine, counts), sep="\n")
     return 0
 
 
@@ -117,27 +118,14 @@ def parse_axes(text: str) -> dict[str, int]:
     return {match[1]: int(match[2]) for match in matches if match is not None}
 
 
-def check_writable(path: Path) -> None:
-    """Raises `ShardingError` if no file can be written at `path`; writes nothing."""
-    folder = path.resolve().parent
-    fault = (
-        f"{path} is a folder" if path.is_dir()
-        else f"the folder {folder} does not exist" if not folder.is_dir()
-        else f"no permission to write to {path}" if not os.access(path if path.exists() else folder, os.W_OK)
-        else None
-    )  # fmt: skip
-    if fault:
-        raise ShardingError(f"--html {path} cannot be written", [fault], remedy="name a file in a folder of yours")
-
-
-def _time_lines(plan: Plan, machine: Machine, samples: Mapping[str, int]) -> list[str]:
-    """Returns the simulated seconds of a step, and rates of `samples`, by their unit."""
+def _time_lines(plan: Plan, machine: Machine, counts: Mapping[str, int]) -> list[str]:
+    """Returns the simulated seconds of a step, and the rates of `counts`, by their unit."""
     step = plan.simulate(machine)
     lines = [
         f"simulated step on {machine}: {clock(step.seconds)}, of which communication is exposed for "
         f"{clock(step.exposed)}; utilization {step.utilization.model:.1%}"
     ]
-    if samples and step.seconds:
-        rates = (f"{float(f'{count / step.seconds:.3g}'):,.0f} {unit}/s" for unit, count in samples.items())
+    if counts and step.seconds:
+        rates = (f"{float(f'{count / step.seconds:.3g}'):,.0f} {unit}/s" for unit, count in counts.items())
         lines.append(f"simulated rate: {', '.join(rates)}")
     return lines

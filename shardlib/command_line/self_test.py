@@ -1,6 +1,7 @@
 """Checks that may take long, load native code or hang, each run by the doctor in a process of its own.
 
-`python -m shardlib.command_line.self_test NAME` prints a JSON list of findings. Under torchrun, rank 0 prints.
+`python -m shardlib.command_line.self_test NAME` prints a line with `PREFIX` and a JSON list of findings.
+Under torchrun, rank 0 prints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from shardlib.build import build_cache, library
 from shardlib.build.build_recipe import Missing
-from shardlib.command_line.finding import FAULT, OK, WARNING, Finding
+from shardlib.command_line.finding import FAULT, OK, PREFIX, WARNING, Finding
 from shardlib.jit.jit import jit
 from shardlib.nn.parallelize import parallelize
 from shardlib.ops import matmul, native_libs
@@ -169,4 +170,4 @@ CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
 if __name__ == "__main__":
     findings = [asdict(finding) for name in sys.argv[1:] for finding in CHECKS[name]()]
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(findings))
+        print(f"\n{PREFIX}{json.dumps(findings)}", flush=True)

@@ -24,16 +24,19 @@ from shardlib.nn.strategies import DATA, SEQUENCE, TENSOR, StrategyAxes, axes_fo
 from shardlib.nn.suggest import suggest
 from shardlib.sharding.mesh.mesh import Mesh
 
-LABELS = {"model": "parameters", "optimizer": "optimizer state", "batch": "batch"}  # by argument of the step
+ARGUMENT_NAMES = {"model": "parameters", "optimizer": "optimizer state", "batch": "batch"}  # by argument of the step
+
+LOSS_INPUTS = {"labels", "return_loss"}  # with one of these, a model computes its loss
+MEAN_SQUARE = "the mean square of each output, added up"
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The plan of a step, lines of `facts` about it, its `samples` by their unit, `labels` of its arguments."""
+    """The plan of a step, lines of `facts` about it, its `counts` by their unit, `labels` of its arguments."""
 
     plan: Plan
     facts: Sequence[str]
-    samples: Mapping[str, int]
+    counts: Mapping[str, int]
     labels: Mapping[str, str]
 
 
@@ -57,9 +60,10 @@ def plan_training_step(mesh: Mesh, options: argparse.Namespace) -> PlannedStep:
         f"computed in {options.precision}",
         f"batch: {', '.join(shapes)}",
         *([f"tensor axis: {origin}"] if origin else []),
+        *([] if LOSS_INPUTS & batch.keys() else [f"loss: {MEAN_SQUARE}; {type(model).__name__} computes none here"]),
     ]
     tokens = {"tokens": options.batch * options.seq} if "input_ids" in batch else {}
-    return PlannedStep(plan, facts, tokens | {"samples": options.batch}, LABELS)
+    return PlannedStep(plan, facts, tokens | {"samples": options.batch}, ARGUMENT_NAMES)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> Tensor:

@@ -128,29 +128,31 @@ def compile_program(
     the arguments `donate`. `before` are programs of the function on this mesh; one with the same trace is reused.
     """
     clock = clock or StageClock()
+    clock.begin("trace")
     call = flatten_call(fn, args, kwargs, static, state)
     specs = leaf_specs(fn, call, in_specs)
     with mesh, tracing(), outside_microbatches():
         device, apart = world.current_device(mesh.device, mesh.kind), conflicting_twins(call, specs)
         more = {"state": state, "differentiate": differentiate, "exact": exact, "apart": apart, "watch": watch}
         traced = tracer(fn, args, kwargs, static=static, device=device, **more)
-    clock.stop("trace")
+    clock.begin("normalize")
     (dump := StageDump.open(traced.name)).write_traced("traced", traced.graph)
     inputs = fixed_inputs(traced, call, specs, mesh, placed)
     traced = _simplify(traced, mesh)
-    clock.stop("normalize")
+    clock.begin("rules")
     dump.write_traced("simplified", traced.graph)
     graph = graphs.build(traced.graph)
     traced = forget_moved(traced, graph)
     pins = _annotate(traced, graph, call, inputs, out_specs, placed, mesh)
     _mark(graph, options, _regathered(traced, graph, call))
-    clock.stop("rules")
     before = () if options.schedule.state or _has_stages(mesh) else before  # these belong to this call's objects
     if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
+        clock.end()
         return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
     lowered = _lower_in_order(graph, mesh, pins, options.planning, clock, dump)
+    clock.begin("passes")
     finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
-    clock.stop("passes")
+    clock.end()
     return Compiled(
         *(traced, mesh, graph, lowered.propagate_whole),
         inputs=tuple(zip(traced.input_names, graph.inputs, strict=True)),
@@ -322,21 +324,21 @@ def _lower(graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: Stag
     """Decides and lowers; of equal layers only some are planned, and their steps are repeated."""
     dump.write_graph(graph)
     sends = MessageCounter(mesh).messages
+    clock.begin("propagate")
     folded = fold(graph, pins)
-    clock.stop("propagate")
     if folded is not None:
         short = _lower(folded.graph, mesh, folded.restrict(pins), planning, clock, dump)
+        clock.begin("lower")
         unrolled = unroll(folded, short.propagate_whole(), short.program, short.parts)
-        clock.stop("lower")
         if unrolled is not None:
             dump.write_program("unrolled", unrolled[0])
             whole = cache(lambda: spread_decisions(folded, short.propagate_whole(), mesh, pins, sends))
             near = cache(lambda: GraphDecisions(folded.graph, short.propagate_whole(), folded.representative_member))
             return _Lowered(*unrolled, whole, short.search, near)
+    clock.begin("propagate")
     propagated = propagate(graph, mesh, pins, sends, planning)
-    clock.stop("propagate")
+    clock.begin("lower")
     dump.write_decisions(graph, propagated)
     program, parts = lower_in_parts(graph, propagated, mesh)
-    clock.stop("lower")
     dump.write_program("lowered", program)
     return _Lowered(program, parts, lambda: propagated, propagated.search)

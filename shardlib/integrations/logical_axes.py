@@ -19,10 +19,11 @@ def logical_to_mesh(tree: Any, rules: Rules, mesh: Mesh | None = None) -> Any:
 
     Rules are pairs of a logical name and a mesh axis, several, or None, in the order of precedence. A name may have
     several rules: the first one holds whose axes no other dim of the tensor has. A name without such a rule stays
-    whole. With `mesh`, axes that it does not have are left out of the rules; MaxText's rules name some twenty.
+    whole. An entry that is a tuple names mesh axes and stays; no rule adds these axes to another dim. With `mesh`, axes
+    that it does not have are left out of the rules; MaxText's rules name some twenty.
 
     Leaves may be PartitionSpecs of JAX or `P`s; None stays None. Raises `ShardingError` for rules that are no pairs,
-    and for a spec that names a dim twice.
+    for other leaves, and for a spec that names a dim twice.
 
     Source: `flax.linen.logical_to_mesh`.
 
@@ -34,11 +35,19 @@ def logical_to_mesh(tree: Any, rules: Rules, mesh: Mesh | None = None) -> Any:
         P('fsdp')
     """
     pairs = _read_rules(rules, mesh)
-    return pytree.tree_map(
-        lambda x: x if x is None else _resolve(x, pairs),
-        tree,
-        is_leaf=lambda x: isinstance(x, P) or is_partition_spec(x),
-    )
+    leaves, structure = pytree.tree_flatten_with_path(tree, is_leaf=_is_spec)
+    wrong = [f"tree{pytree.keystr(path)}: {x!r}" for path, x in leaves if x is not None and not _is_spec(x)]
+    if wrong:
+        raise ShardingError(
+            "these leaves are no specs", wrong,
+            rule="a leaf is a PartitionSpec, a P or None; a plain tuple or list of names is a container",
+            remedy='write P("embed", "mlp") for ("embed", "mlp")',
+        )  # fmt: skip
+    return structure.unflatten(leaf if leaf is None else _resolve(leaf, pairs) for _, leaf in leaves)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P) or is_partition_spec(x)
 
 
 def _read_rules(rules: Rules, mesh: Mesh | None) -> list[tuple[str, tuple[str, ...]]]:
@@ -65,8 +74,9 @@ def _resolve(spec: Any, rules: Sequence[tuple[str, tuple[str, ...]]]) -> P:
             f"{spec!r} names a dim twice", twice, rule="the dims of a tensor have distinct logical names"
         )
     axes: dict[str, tuple[str, ...]] = {}
+    used = {axis for entry in names if isinstance(entry, tuple) for axis in entry}
     for name, to in rules:
-        used = {axis for one in axes.values() for axis in one}
         if name in texts and name not in axes and used.isdisjoint(to):
             axes[name] = to
+            used.update(to)
     return P(*(axes.get(name, ()) if isinstance(name, str) else name for name in names))

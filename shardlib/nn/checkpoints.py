@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardlib.core.byte_sizes import folder_bytes
 from shardlib.core.errors import ShardingError
-from shardlib.core.stage_clock import show_progress
+from shardlib.core.progress import show_progress
 from shardlib.core.text_tables import format_si
 from shardlib.distributed import torch_waits, world
 from shardlib.nn.checkpoint_entries import describe_state, destinations, insert_tensors, is_value, split_state

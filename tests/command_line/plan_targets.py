@@ -25,5 +25,16 @@ def plain() -> Any:
     return torch.relu, torch.empty(8, device="meta")
 
 
+class Planless:
+    def __call__(self) -> None: ...
+
+    def plan(self) -> str:
+        return "none"
+
+
+def planless() -> Any:
+    return (Planless(),)
+
+
 def nothing() -> None:
     return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from shardlib.command_line import doctor, self_test
-from shardlib.command_line.finding import FAULT, OK, WARNING, Finding
+from shardlib.command_line.finding import FAULT, OK, PREFIX, WARNING, Finding
 from shardlib.command_line.main import main
 
 
@@ -56,24 +58,38 @@ def test_a_test_that_fails(code: str, text: str) -> None:
 
 def test_findings_of_a_test() -> None:
     wanted = [{"name": "GPU 0", "level": WARNING, "text": "old", "remedy": "new"}]
-    code = f"print('a warning'); print({json.dumps(wanted)!r})"
+    code = f"print('[W1130 a warning]'); print({PREFIX + json.dumps(wanted)!r}); print('[I1130 a note]')"
     assert doctor.run_tests("GPU", ("-c", code), 60.0) == [Finding("GPU 0", WARNING, "old", "new")]
 
 
 @pytest.mark.parametrize(
-    ("package", "oldest", "is_needed", "level", "part"),
+    ("package", "oldest", "level", "part"),
     [
-        ("torch", "2.11", True, OK, "2."),
-        ("torch", "99.1", True, FAULT, "is older than 99.1"),
-        ("nothing-like-it", "1.0", True, FAULT, "it is not installed; plots need it"),
-        ("nothing-like-it", "1.0", False, WARNING, "it is not installed; plots need it"),
+        ("torch", "2.11", OK, "2."),
+        ("torch", "99.1", FAULT, "is older than 99.1"),
+        ("nothing-like-it", "1.0", WARNING, "it is not installed; plots need it"),
     ],
 )
-def test_packages(package: str, oldest: str, is_needed: bool, level: str, part: str) -> None:
-    finding = doctor.check_package(package, oldest, is_needed, "plots need it")
+def test_packages(monkeypatch: pytest.MonkeyPatch, package: str, oldest: str, level: str, part: str) -> None:
+    monkeypatch.setattr(doctor, "OPTIONAL", {"nothing-like-it": "plots need it"})
+    finding = doctor.check_package(package, oldest)
     assert finding.level == level
     assert part in finding.text
     assert (level == OK) == (finding.remedy == "")
+
+
+def test_packages_are_those_of_the_project_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = [f'{x}; extra == "{extra}"' for extra, names in project["optional-dependencies"].items() for x in names]
+    requirements = [*project["dependencies"], *extras]
+    monkeypatch.setattr(importlib.metadata, "requires", {"shardlib": requirements}.get)
+    names = [finding.name for finding in doctor.check_packages("shardlib")]
+    assert names == [*(x.partition(">=")[0] for x in project["dependencies"]), "transformers"]
+
+
+def test_packages_of_a_source_tree() -> None:
+    (finding,) = doctor.check_packages("nothing-like-it")
+    assert (finding.level, finding.text.partition(",")[0]) == (WARNING, "it is not installed")
 
 
 @pytest.mark.parametrize(("level", "status"), [(OK, 0), (WARNING, 0), (FAULT, 1)])

@@ -16,6 +16,7 @@ import shardlib as sl
 from shardlib.command_line import memory_table
 from shardlib.command_line.main import main
 from shardlib.command_line.plan_command import parse_axes
+from shardlib.compiler.program.steps import Compute
 from tests.command_line.transformers_configs import CASES
 
 HERE = "tests.command_line.plan_targets"
@@ -73,6 +74,21 @@ def test_memory_adds_up() -> None:
     assert figures["gradients"][1] == 512 * 256 * 4
 
 
+def test_a_copy_of_a_gradient_counts_as_one() -> None:
+    """The backward pass of `view(8, 16).mT` reshapes a transposed gradient, which copies it."""
+    x, w = torch.empty(16, 8, device="meta"), torch.empty(128, device="meta")
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return sl.grad(lambda w: (x * w.view(8, 16).mT).sum())(w)
+
+    with sl.Mesh.abstract(data=2):
+        plan = sl.jit(step).plan(x, w)
+    program = plan.compiled.program
+    (result,) = program.results
+    assert [s.out_vars for s in program.steps if isinstance(s, Compute) and s.copies] == [(result,)]
+    assert memory_table.group_values(plan, program)[result] == memory_table.GRADIENTS
+
+
 def write_config(folder: Path, content: Any, name: str = "config.json") -> str:
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -102,9 +118,12 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "page in no folder": (
         (f"{HERE}:product", *MESH, "--html", "{folder}/none/plan.html"),
-        ("--html", "plan.html cannot be written", "none does not exist"),
+        ("the page cannot be written to", "none does not exist"),
     ),
-    "page that is a folder": ((f"{HERE}:product", *MESH, "--html", "{folder}"), ("cannot be written", "is a folder")),
+    "page that is a folder": (
+        (f"{HERE}:product", *MESH, "--html", "{folder}"),
+        ("the page cannot be written", "it is a folder"),
+    ),
     "no colon": (("train.py", *MESH), ("'train.py' is not MODULE:FUNCTION", "def small()")),
     "no module": (("tests.nowhere:f", *MESH), ("there is no module 'tests.nowhere'", "neither installed nor in")),
     "no function": ((f"{HERE}:produkt", *MESH), ("has no function 'produkt'; did you mean 'product'?",)),
@@ -135,6 +154,14 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--model", "{folder}", "--mesh", "data=2,other=4", *SIZES),
         ("not sharded over all axes", "* other=4", "weights over tensor, model, tp"),
     ),
+    "step whose plan is none": (
+        (f"{HERE}:planless", *MESH),
+        ("the method plan of the step of", "returns str", "as jitted functions do"),
+    ),
+    "no sizes of a config without a limit": (
+        ("--model", "{folder}/endless.json", *MESH),
+        ("--batch is missing", "--seq is missing", "--batch 1024 --seq 4096"),
+    ),
     "no sizes": (("--model", "{folder}", *MESH), ("--batch is missing", "--seq is missing", "--batch 1024 --seq")),
     "sizes below 1": (
         ("--model", "{folder}", *MESH, "--batch", "0", "--seq", "-1"),
@@ -164,6 +191,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
     write_config(tmp_path, TINY)
     write_config(tmp_path, "{", "broken.json")
     write_config(tmp_path, {"hidden_size": 32}, "typeless.json")
+    write_config(tmp_path, TINY | {"max_position_embeddings": -1}, "endless.json")
     write_config(tmp_path, {"model_type": "lama"}, "unknown.json")
     write_config(tmp_path, TINY | {"hidden_size": "wide"}, "unfit.json")
     write_config(tmp_path, {"model_type": "time_series_transformer", "prediction_length": 4}, "series.json")

@@ -47,6 +47,21 @@ def check(step: PlannedStep) -> None:
     assert figures["batch"][0] > 0
 
 
+@pytest.mark.parametrize(("architecture", "has_loss"), [("LlamaForCausalLM", True), ("LlamaModel", False)])
+def test_the_loss_is_named(tmp_path: Path, architecture: str, has_loss: bool) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CASES["llama"].config(is_tiny=True) | {"architectures": [architecture]}))
+    options = argparse.Namespace(
+        model=path, layers=1, batch=8, seq=16, strategy="ddp", remat="none", precision="float32"
+    )  # fmt: skip
+    step = plan_training_step(sl.Mesh.abstract(data=2), options)
+    losses = [line for line in step.facts if line.startswith("loss: ")]
+    assert losses == (
+        [] if has_loss else [f"loss: the mean square of each output, added up; {architecture} computes none here"]
+    )
+    assert step.counts == {"tokens": 128, "samples": 8}
+
+
 def as_cases(names: tuple[str, ...] | dict[str, Any], quick: tuple[str, ...] = ()) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long]) for name in names]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.core import stage_clock
+from shardlib.core import progress
 
 
 class Stream(io.StringIO):
@@ -26,8 +26,8 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_clock, "_AFTER", 0.01)
-    monkeypatch.setattr(stage_clock, "_EVERY", 0.01)
+    monkeypatch.setattr(progress, "_AFTER", 0.01)
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -51,11 +51,15 @@ def test_a_checkpoint_shows_the_bytes_written(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize(("is_terminal", "variable"), [(True, "0"), (False, "1")])
-def test_nothing_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variable: str) -> None:
+@pytest.mark.parametrize(
+    ("is_terminal", "variables"),
+    [(True, {"SHARDLIB_PROGRESS": "0"}), (True, {"RANK": "1"}), (False, {"SHARDLIB_PROGRESS": "1", "RANK": "0"})],
+)
+def test_nothing_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str]) -> None:
     stream = Stream(is_terminal)
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setenv("SHARDLIB_PROGRESS", variable)
-    with stage_clock.show_progress(lambda: "waits"):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with progress.show_progress(lambda: "waits"):
         time.sleep(0.1)
     assert stream.getvalue() == ""

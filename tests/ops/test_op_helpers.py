@@ -8,22 +8,21 @@ import torch
 from shardlib.ops.checks import check_index
 from shardlib.ops.collectives.transport.cuda_args import FORMS, OPS, Tuning, explain_report, workspace_bytes
 from shardlib.ops.collectives.transport.cuda_wire import choose_form
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.shm_numbers import ChannelNumbers
 
 
 @pytest.mark.parametrize(
-    ("case", "text"),
+    ("op", "even", "kind", "text"),
     [
-        (("all_gather", 4 << 10, True, torch.float32, "", 4), "cuda/packets: a small message: its flags travel in it"),
-        (
-            ("all_gather", 4 << 10, False, torch.float32, "", 4),
-            "cuda: sizes differ: the longest message decides the form",
-        ),
-        (("all_reduce", 4 << 10, True, torch.float32, "max", 4), "the kernels form sums, no max"),
+        ("all_gather", True, "", "cuda/packets: a small message: its flags travel in it"),
+        ("all_gather", False, "", "cuda: sizes differ: the longest message decides the form"),
+        ("all_reduce", True, "max", "the kernels form sums, no max"),
     ],
 )
-def test_forms_of_cuda_messages(case, text):
-    assert str(choose_form(*case)) == text
+def test_forms_of_cuda_messages(op, even, kind, text):
+    request = CollectiveRequest(4 << 10, even, torch.float32, kind, "cuda", 4)
+    assert str(choose_form(op, request)) == text
 
 
 def test_workspace_and_report_of_kernels():

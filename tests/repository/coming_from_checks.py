@@ -36,6 +36,7 @@ CHECKS: dict[str, dict[str, str]] = {
         "`multihost_utils.process_allgather(x, tiled=True)`": "torch.equal(out, x)",
         "`jax.debug.visualize_array_sharding(x)`": "'0:4' in str(out)",
         "flax's logical axis rules": "out.rules['batch'] == 'data'",
+        "`flax.linen.logical_to_mesh(specs, rules)`": "out == {'w': P(None, 'tensor')}",
         "`jax.process_index()`": "out == 0",
         "`orbax.checkpoint.CheckpointManager(folder)`": _SAVED,
         '`jax.jit(f, in_shardings=(P("data"), P(None, "tensor")))`': "typeof(out) == 'f32[8@data, 32@tensor]'",

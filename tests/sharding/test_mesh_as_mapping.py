@@ -326,5 +326,5 @@ def test_one_spec_is_that_of_all_arguments_by_name_too() -> None:
 
     x, y, w = torch.ones(3, 4).unbind()
     with Mesh(data=2):
-        text = str(sl.jit(add, in_specs="a@data").plan(x, y=y, w=w))
+        text = sl.jit(add, in_specs="a@data").plan(x, y=y, w=w).full
     assert text.count("f32[a=4@data]  annotated") == 3

@@ -119,6 +119,7 @@ NAMES = [
     ([("a", None), ("a", "X")], ("a",), (None,)),
     ([("b", "X"), ("a", ("X", "Y")), ("a", "Y")], ("a", "b"), ("Y", "X")),
     (MAXTEXT, ("embed", "mlp"), (("fsdp", "sequence"), ("fsdp_transpose", "tensor", "tensor_sequence"))),
+    ([("a", "X"), ("b", "Y")], ("a", ("X", "Z"), "b"), (None, ("X", "Z"), "Y")),
     (MAXTEXT, ("mlp", "norm"), (("fsdp_transpose", "tensor", "tensor_sequence"), None)),
 ]
 
@@ -151,6 +152,13 @@ def test_axes_that_a_mesh_lacks() -> None:
     ("spec", "rules", "text"),
     [
         (sl.P("a", "a"), [("a", "X")], r"P\('a', 'a'\) names a dim twice:\n  \* a"),
+        (
+            {"w": ("embed", "mlp"), "x": sl.P("embed")},
+            [("e", "X")],
+            r"these leaves are no specs:\n  \* tree\['w'\]\[0\]: 'embed'\n  \* tree\['w'\]\[1\]: 'mlp'\n"
+            r'(.|\n)*P\("embed", "mlp"\) for',
+        ),
+        ("embed", [], r"these leaves are no specs:\n  \* tree: 'embed'"),
         (sl.P("a"), [("a", "X"), "b", ("c", 3)], r"these are no rules:\n  \* 'b'\n  \* \('c', 3\)"),
     ],
 )

@@ -961,7 +961,7 @@ def test_ops_are_ranges_of_a_profiler_with_their_modules(cut):
     names = _ranges(lambda: model(x).sum().backward())
     assert "addmm in up at test_torch_habits.py" in names
     assert "tanh in Block at test_torch_habits.py" in names
-    assert "mm, backward of test_torch_habits.py" in names
+    assert "mm in up, backward of test_torch_habits.py" in names
     assert "aten.sum.default on ShardedTensors at test_torch_habits.py" in names
     step = sl.jit(lambda model, x: model(x).sin().sum())
     with mesh:

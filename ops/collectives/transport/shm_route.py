@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 RING = 4 << 20  # bytes that a sender keeps for one receiver
 Pair = tuple[int, int]  # the rank that sends and the rank that receives
 Shape = tuple[int, ...]
-_SOURCE, _TARGET = 0, 1
+_SOURCE = 0  # the position of the rank that sends
 
 
 class Route(Channel):

@@ -43,7 +43,7 @@ def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def op_label(op: str, step: Compute) -> str:
-    """`mm in layers.0.up at train.py:12`; `mm, backward of train.py:12`."""
+    """`mm in layers.0.up at train.py:12`; `mm in layers.0.up, backward of train.py:12`."""
     inside = next((x.path or x.kind for x in reversed(step.inside)), "")
     where = f"{', backward of' if step.backward else ' at'} {format_path_line(step.line)}"
     return f"{op}{f' in {inside}' if inside else ''}{where}"

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 INPUT, STATE, OUTPUT = "input", "optimizer state", "output"
-FORWARD, BACKWARD, OPTIMIZER = PHASES = "forward", "backward", "optimizer"
 
 
 @dataclass(frozen=True)
 class Item:
     """One tensor or one collective of a plan.
 
-    `phase` is one of `PHASES` for a collective, and says of a tensor whether it is an input, state or an output.
+    `phase` is one of `phases.PHASES` for a collective, and says of a tensor whether it is an input, state or an output.
     `path` names a tensor (`is_tensor`), or the module or source line whose value moves. `role` is the part that a
     tensor plays: "weight", "gradient", "new value" or "". `kind` is a type (`f32[8, 4]`) or a collective
     (`all_reduce[data]`), `note` a layout or a reason. `bytes` are held or sent by one device; `seconds` are simulated.
@@ -66,6 +65,11 @@ class Group:
         """Seconds, or bytes where nothing was simulated."""
         return self.seconds or self.bytes
 
+    @cached_property
+    def path(self) -> str:
+        """The pattern with the indices that all items have: `layers.3.attn` for a single one."""
+        return self.pattern if self.is_joined else self._restore(self.pattern)
+
     @property
     def name(self) -> str:
         """`layers.*.attn`; of tensors also `layers.*: 9 gradients`, `lm_head.weight: gradient`."""
@@ -74,8 +78,15 @@ class Group:
         role = self.first.role
         tensors = list(dict.fromkeys(star(item.path) for item in self.items if item.is_tensor))
         if len(tensors) > 1:
-            return f"{self.pattern}: {len(tensors)} {role or 'tensor'}s"
-        return f"{tensors[0]}: {role}" if tensors and role not in ("", "weight") else (tensors or [self.pattern])[0]
+            return f"{self.path}: {len(tensors)} {role or 'tensor'}s"
+        path = self._restore(tensors[0]) if tensors else self.path
+        return f"{path}: {role}" if tensors and role not in ("", "weight") else path
+
+    def _restore(self, pattern: str) -> str:
+        """Replaces each star by the index that the paths of all items have there, if they have one."""
+        columns = zip(*(_STAR.findall(item.path) for item in self.items), strict=False)
+        indices = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
+        return re.sub(r"\*", lambda _: next(indices), pattern)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -161,21 +172,23 @@ def join_siblings(groups: Sequence[Group]) -> list[Group]:
         [('h.*.{wq,wk}', 4)]
     """
     joined = list(groups)
-    for i in range(max((g.pattern.count(".") for g in groups), default=0), -1, -1):
+    for i in range(max((g.path.count(".") for g in groups), default=0), -1, -1):
         alike: dict[tuple[object, ...], list[Group]] = {}
         for g in joined:
-            words = g.pattern.split(".")
-            rest = (*words[:i], *words[i + 1 :]) if i < len(words) else (g.pattern,)
+            words = g.path.split(".")
+            rest = (*words[:i], *words[i + 1 :]) if i < len(words) else (g.path,)
             alike.setdefault((g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
         joined = [_joined(same, i) if len(same) > 1 else same[0] for same in alike.values()]
     return joined
 
 
 def _joined(groups: Sequence[Group], i: int) -> Group:
-    first, *_ = words = [g.pattern.split(".") for g in groups]
+    first, *_ = words = [g.path.split(".") for g in groups]
     both = f"{{{','.join(w[i] for w in words)}}}"
     return Group(".".join([*first[:i], both, *first[i + 1 :]]), tuple(item for g in groups for item in g.items), True)
 
 
-_INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=[.\]]|$)|^\d+(?=\.|$)")
+_INDEX_PATTERN = r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=[.\]]|$)|^\d+(?=\.|$)"
+_INDEX = re.compile(_INDEX_PATTERN)
+_STAR = re.compile(rf"{_INDEX_PATTERN}|\*")  # an index, or the star of one
 _WORD = re.compile(r"\.?[^.\[\]]+|\[[^\]]*\]")

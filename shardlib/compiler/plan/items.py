@@ -12,10 +12,11 @@ from functools import cached_property
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.explain import Explainer
-from shardlib.compiler.plan.groups import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, STATE, Item
+from shardlib.compiler.plan.groups import INPUT, OUTPUT, STATE, Item
 from shardlib.compiler.plan.names import Naming, shorten
-from shardlib.compiler.program.steps import Asked, Collective, Inside, Start, Var
-from shardlib.compiler.simulate.collectives import transfer
+from shardlib.compiler.plan.phases import BACKWARD, FORWARD, OPTIMIZER, op_phases
+from shardlib.compiler.program.steps import Asked, Collective, Inside, Var
+from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.core.source_lines import format_file_line
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.tensor.tensor_meta import short_dtype
@@ -94,15 +95,17 @@ class Items:
         return tuple(items)
 
     @cached_property
+    def simulated(self) -> Simulated | None:
+        """One call of the whole program on the machine of the mesh; None without a machine."""
+        compiled, machine = self.compiled, self.compiled.mesh.machine
+        return None if machine is None else Simulated(compiled.program, compiled.traced.name, Machine.convert(machine))
+
+    @cached_property
     def _seconds(self) -> dict[Collective, float]:
-        """The seconds of each message, shared by its collectives by their bytes."""
-        program, seconds = self.compiled.program, dict[Collective, float]()
-        if program.mesh.machine is None:
-            return seconds
-        machine = Machine.convert(program.mesh.machine)
-        for start in (s for s in program.steps if isinstance(s, Start) and s.first.axes):
-            span, total = machine.span(start.first.axes, program.mesh.shape), sum(c.bytes for c in start.moves)
-            flight = transfer(start.first.kind, total, span).seconds
+        """The simulated seconds of each message, shared by its collectives by their bytes."""
+        seconds = dict[Collective, float]()
+        for start, flight in ({} if self.simulated is None else self.simulated.timeline.message_seconds).items():
+            total = sum(c.bytes for c in start.moves)
             seconds |= {c: flight * c.bytes / total if total else flight / len(start.moves) for c in start.moves}
         return seconds
 
@@ -179,13 +182,7 @@ class Items:
 
     @cached_property
     def _phases(self) -> dict[Op, str]:
-        """The phase of each op; forward code outside of modules that reads gradients is the optimizer's."""
-        phases: dict[Op, str] = {}
-        for op in self.compiled.graph.ops:
-            late = any(v.op is not None and phases.get(v.op, FORWARD) != FORWARD for v in op.operands)
-            late = late and not op.node.meta.get("modules")
-            phases[op] = BACKWARD if op.backward else OPTIMIZER if late else FORWARD
-        return phases
+        return op_phases(self.compiled.graph.ops)
 
     # Names ----------------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ class PipelineView:
     """The stages of a plan, the messages between them, and the timetable of their fragments.
 
     `seconds` are those of a step: what runs in front of all fragments, the timetable, and what runs behind them.
-    `partition` has the reasons of an automatic cut; None: the code names the stages.
+    `partition` has the reasons of an automatic cut. Without one, the code names the stages (`is_named`), or each module
+    runs on the stage where its parameters live.
 
     Example:
         >>> import torch, shardlib as sl
@@ -97,6 +98,7 @@ class PipelineView:
     seconds: float
     timetable: Timetable
     partition: Partition | None
+    is_named: bool
 
     @property
     def bubble(self) -> float:
@@ -152,7 +154,9 @@ class PipelineView:
 
     @property
     def _reason(self) -> str:
-        return "named by the code" if self.partition is None else f"automatic: {self.partition}"
+        if self.partition is not None:
+            return f"automatic: {self.partition}"
+        return "named by the code" if self.is_named else "follows the stages where parameters live"
 
     def __str__(self) -> str:
         head = ("stage", "modules", "parameters", "", "FLOPs", "work", "idle", "otherwise", "peak memory", "live")

@@ -269,6 +269,8 @@ class Plan(exports.Exports):
         at = Machine.convert(self.compiled.mesh.machine if machine is None else machine)
         if (staged := self.compiled.staged) is not None:
             return simulate_stages(staged, self.name, at, fused=fused)
+        if machine is None and not fused and self.items.simulated is not None:
+            return self.items.simulated
         return Simulated(self.compiled.program, self.name, at, fused=fused)
 
     # Forms ----------------------------------------------------------------------------------------------------------

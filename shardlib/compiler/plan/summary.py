@@ -10,8 +10,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from shardlib.compiler.plan.groups import (
-    FORWARD,
-    PHASES,
     STATE,
     Group,
     Item,
@@ -21,6 +19,7 @@ from shardlib.compiler.plan.groups import (
     largest,
 )
 from shardlib.compiler.plan.items import GRADIENT, NEW
+from shardlib.compiler.plan.phases import FORWARD, PHASES
 from shardlib.compiler.plan.plan_warnings import PlanWarning
 from shardlib.compiler.plan.rows import notes
 from shardlib.compiler.simulate.simulated import clock

@@ -17,6 +17,7 @@ from shardlib.compiler.plan.module_tensors import innermost_module, is_same_tens
 from shardlib.compiler.program.steps import Compute, Var
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.core.errors import ShardingError
+from shardlib.sharding.layout import ShardSizes
 
 LINEAR = ("weight", "bias")  # parameters that are styled by their module's name; others by their own
 
@@ -59,7 +60,9 @@ def tp_plan(compiled: Compiled, axis: str) -> dict[str, str]:
     wrong = []
     for w in sorted(weights, key=lambda w: -w.rank):  # a bias goes with its weight
         style = _find_style(w, axis, rows, columns, styles)
-        if style is None:
+        if faults := _find_faults(w, axis):
+            wrong += [f"{w.name} is {w.var.layout}: {fault}" for fault in faults]
+        elif style is None:
             wrong.append(f"{w.name} is {w.var.layout}")
         elif style or w.name.endswith("weight") or w.rank > 1:
             styles[w.key].add(style)
@@ -82,6 +85,14 @@ def tp_plan(compiled: Compiled, axis: str) -> dict[str, str]:
             remedy="give these parameters other specs, or use plan.to_dtensor_placements()",
         )
     return {key: style for key, (style,) in styles.items() if style}
+
+
+def _find_faults(w: _Weight, axis: str) -> list[str]:
+    """Returns the reasons why no style has the shards of a parameter along an axis, whatever its dims are."""
+    assert w.var.layout is not None
+    uses = [(f, a) for dim in w.var.layout.dims for f in dim for a in f.axes if a.name == axis]
+    faults = [f"only {a} of {axis} shards it" for _, a in uses if not a.whole]
+    return faults + ["transformers shards in chunks" for f, _ in uses if isinstance(f.size, ShardSizes)]
 
 
 def _find_style(

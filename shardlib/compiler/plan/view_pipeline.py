@@ -46,6 +46,7 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
         step_seconds(times, table),
         table,
         staged.partition,
+        staged.is_named,
     )
 
 

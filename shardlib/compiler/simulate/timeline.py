@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardlib.compiler.program.buffers import alive
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Copy, Program, Start, Step, Var, Wait
@@ -61,6 +62,11 @@ class Timeline:
     @property
     def seconds(self) -> float:
         return max((e.end for e in self.events), default=0.0)
+
+    @cached_property
+    def message_seconds(self) -> Mapping[Start, float]:
+        """Seconds that each message takes."""
+        return {e.step: e.seconds for e in self.events if isinstance(e.step, Start)}
 
     def busy(self, stream: str) -> float:
         """Returns the seconds in which a stream is busy."""

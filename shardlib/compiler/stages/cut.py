@@ -41,7 +41,8 @@ def cut(
     `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
     stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made.
     `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the tasks that depend
-    on `parameters` are cut automatically, so that stages can keep saved values in `memory` bytes, if that is given.
+    on `parameters` are cut automatically, so that stages can keep saved values in `memory` bytes, if that is given. If
+    parameters live on stages already, and that cut would move some, tasks follow the stages where they live instead.
 
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
@@ -60,7 +61,7 @@ def cut(
     }
     shape = choose_shape(call, stages, {*named.values()})
     orders = order_fragments(call.schedule, shape)
-    partition = None
+    partition, is_named = None, bool(named)
     is_trained = any(task.backward for task in tasks)
     if not named and (is_trained or not any(v in inputs for v in parameters)):
         live = count_live(shape, orders)
@@ -71,7 +72,7 @@ def cut(
     if partition is not None and _moves_parameters(assignment, shape, inputs):
         assignment, partition = assign(tasks, {}, boundary, shape), None
     staged = _Cut(program, tasks, assignment, shape, orders, outputs, cotangents, parameters).run()
-    return replace(staged, partition=partition, schedule=call.schedule)
+    return replace(staged, partition=partition, is_named=is_named, schedule=call.schedule)
 
 
 def _moves_parameters(assignment: Assignment, shape: PipelineShape, owner_stages: Mapping[Var, int]) -> bool:

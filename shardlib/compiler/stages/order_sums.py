@@ -26,10 +26,10 @@ ADD = torch.ops.aten.add.Tensor
 
 def order_sums(graph: fx.Graph) -> None:
     """Rewrites all sums of gradients of several microbatches, and sorts the backward passes of these."""
-    for node in [n for n in graph.nodes if _adds(n) and not any(_adds_up(user, n) for user in n.users)]:
+    for node in [n for n in graph.nodes if _adds(n) and not (len(n.users) == 1 and all(map(_adds, n.users)))]:
         leaves = _leaves(node)
-        tags = {x.meta["line"].tag for x in leaves if "line" in x.meta}
-        if len({tag.microbatch for tag in tags}) > 1 and all(x.meta.get("backward") for x in leaves):
+        is_backward = all(x.meta.get("backward") for x in leaves)
+        if is_backward and len({x.meta["line"].tag.microbatch for x in leaves}) > 1:
             _rewrite(graph, node, leaves)
     for backward, run in itertools.groupby([*graph.nodes], lambda n: bool(n.meta.get("backward"))):
         if backward:
@@ -112,8 +112,3 @@ def _adds(node: fx.Node) -> bool:
     values = [x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args]
     want = node.meta["val"]
     return all(x is not None and (x.shape, x.dtype) == (want.shape, want.dtype) for x in values)
-
-
-def _adds_up(user: fx.Node, node: fx.Node) -> bool:
-    """Returns whether an addition is the only reader of another one."""
-    return _adds(user) and len(node.users) == 1

@@ -60,6 +60,7 @@ class Staged:
     output_stages: tuple[int | None, ...]
     messages: tuple[Message, ...]
     partition: Partition | None = None  # why the cuts are where they are, if they are automatic
+    is_named: bool = False  # the code names the stages; if they are not automatic either, they follow the parameters
     schedule: Any = ONCE.schedule
 
     @cached_property

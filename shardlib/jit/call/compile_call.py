@@ -20,8 +20,9 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import compiling, skip_dynamo
 from shardlib.core.errors import EffectError, NoProgramError, ShardingError, SideEffectError
 from shardlib.core.mode_restore import without_function_modes
+from shardlib.core.progress import show_progress
 from shardlib.core.source_lines import caller_at
-from shardlib.core.stage_clock import StageClock, show_progress
+from shardlib.core.stage_clock import StageClock
 from shardlib.core.torch_internals.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.recompile_reasons import (

@@ -45,9 +45,16 @@ def _take_axes(axes: list[Axis], product: float) -> list[Axis] | None:
 def changed_axes(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
     """Returns the axes along which other shards lie after than before: on another factor, or in front of other axes."""
     axes_of_pairs = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
-    return [a for a in axes_of_pairs if any(_stride(a, before) != _stride(a, after) for before, after in pairs)]
+    before, after = (_strides([pair[side] for pair in pairs]) for side in (0, 1))
+    return [a for a in axes_of_pairs if before.get(a) != after.get(a)]
 
 
-def _stride(axis: Axis, axes: Sequence[Axis]) -> int:
-    """Returns the distance in shards between neighbors along `axis`; 0 if it does not shard the factor."""
-    return group_size(axes[axes.index(axis) + 1 :]) if axis in axes else 0
+def _strides(factors: Sequence[Sequence[Axis]]) -> dict[Axis, tuple[int, int]]:
+    """Maps each axis to the factor that it shards, and to the distance in shards between neighbors along it."""
+    strides = {}
+    for i, axes in enumerate(factors):
+        stride = 1
+        for axis in reversed(axes):
+            strides[axis] = i, stride
+            stride *= axis.size
+    return strides

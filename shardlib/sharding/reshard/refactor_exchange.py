@@ -16,6 +16,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardlib.sharding.chunks import largest_shard, shard_range
 from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords
@@ -138,12 +139,15 @@ class _CountedRanges:
 
     def overlap(self, ranges: Sequence[Range]) -> int:
         """Returns the elements that these have in common with `ranges`, each as often as they hold it."""
-        return sum(self._below(b) - self._below(a) for a, b in ranges)
+        below_starts, below_stops = self._below(np.array(ranges, dtype=np.int64).reshape(-1, 2)).sum(0)
+        return int(below_stops - below_starts)
 
-    def _below(self, x: int) -> int:
-        counts = [int(np.searchsorted(ends, x)) for ends in self.ends]
-        (starts, start_sum), (stops, stop_sum) = ((n, int(sums[n])) for n, sums in zip(counts, self.sums, strict=True))
-        return (starts - stops) * x - start_sum + stop_sum
+    def _below(self, points: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns for each point the elements below it."""
+        starts, stops = (np.searchsorted(ends, points) for ends in self.ends)
+        start_sums, stop_sums = self.sums
+        below: NDArray[np.int64] = (starts - stops) * points - start_sums[starts] + stop_sums[stops]
+        return below
 
 
 class _Schedule:

@@ -31,8 +31,8 @@ class Attention(nn.Module):
 COLUMNS_AND_ROWS = {"q.*": "(h=4@tensor _) ...", "o.weight": "_ (h=4@tensor _)"}
 
 
-def plan_of(specs: Mapping[str, str]) -> sl.Plan:
-    with sl.Mesh(data=2, tensor=2):
+def plan_of(specs: Mapping[str, str], tensor: int = 2) -> sl.Plan:
+    with sl.Mesh(data=2, tensor=tensor):
         model = sl.parallelize(Attention(), specs, strategy="fsdp")
         plan: sl.Plan = model.forward.plan(torch.zeros(4, 6, dtype=torch.long))
     return plan
@@ -76,6 +76,18 @@ def test_styles_of_a_training_step() -> None:
 
 
 REFUSED = {
+    "a part of an axis": (
+        {"head.weight": "vocab@tensor:(1)2 _"},
+        ["head.weight is 16@tensor:(1)2", "only tensor:(1)2 of tensor"],
+    ),
+    "two dims": (
+        {"head.weight": "vocab@tensor:(1)2 embed@tensor:(2)2"},
+        ["only tensor:(1)2 of tensor shards it", "only tensor:(2)2 of tensor shards it"],
+    ),
+    "chosen sizes": (
+        {"head.weight": "vocab@tensor=[6 4 3 3] _"},
+        ["head.weight is 16@tensor=[6 4 3 3]", "transformers shards in chunks"],
+    ),
     "a norm": ({"norm.weight": "embed@tensor"}, ["norm.weight is 8@tensor", "no style in transformers"]),
     "a bias alone": ({"o.bias": "embed@tensor"}, ["o.bias is 8@tensor"]),
     "another factor": (
@@ -89,7 +101,7 @@ REFUSED = {
 def test_layouts_without_a_style(case: str) -> None:
     specs, parts = REFUSED[case]
     with pytest.raises(sl.ShardingError) as error:
-        plan_of(specs).to_tp_plan()
+        plan_of(specs, tensor=4).to_tp_plan()
     assert [part for part in parts if part not in str(error.value)] == [], error.value
 
 

@@ -154,7 +154,9 @@ def test_evaluation_follows_the_parameters() -> None:
 
         train(model, x)
         torch.testing.assert_close(evaluate(model, x).full_tensor(), expected)
-        messages = evaluate.plan(model, x).compiled.staged.messages
+        plan = evaluate.plan(model, x)
+        messages = plan.compiled.staged.messages
+    assert "cut: follows the stages where parameters live" in plan.pipeline.brief()
     assert [(m.sender, m.receiver) for m in messages] == [(0, 1)]
 
 

@@ -57,13 +57,32 @@ def _shards(dim: Dim, mesh: Mesh) -> dict[str, Any]:
 
 
 def _devices(names: Sequence[str], places: Sequence[tuple[int, ...]]) -> str:
-    """Formats coordinates: `data=0, tensor=2-3`."""
-    parts = []
-    for name, values in zip(names, zip(*places, strict=True), strict=True):
-        distinct = sorted(set(values))
-        is_run = len(distinct) > 2 and distinct[-1] - distinct[0] == len(distinct) - 1
-        parts.append(f"{name}={f'{distinct[0]}-{distinct[-1]}' if is_run else ','.join(map(str, distinct))}")
-    return ", ".join(parts)
+    """Formats coordinates: `data=0, tensor=2-3`, or several of these: `a=0, b=1; a=1, b=0-3`."""
+    products = _products(places)
+    return "; ".join(", ".join(map(_coordinates, names, product)) for product in products)
+
+
+def _coordinates(name: str, values: Sequence[int]) -> str:
+    is_run = len(values) > 2 and values[-1] - values[0] == len(values) - 1
+    return f"{name}={f'{values[0]}-{values[-1]}' if is_run else ','.join(map(str, values))}"
+
+
+def _products(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Splits places, in order, into products: for each axis the coordinates that go with all of the other axes.
+
+    Example:
+        >>> _products([(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
+        [((0,), (1,)), ((1, 2), (0, 1))]
+    """
+    if not places[0]:
+        return [()]
+    behind: dict[int, list[tuple[int, ...]]] = {}
+    for first, *others in places:
+        behind.setdefault(first, []).append(tuple(others))
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for first, rest in behind.items():
+        alike.setdefault(tuple(rest), []).append(first)
+    return [(tuple(firsts), *product) for rest, firsts in alike.items() for product in _products(rest)]
 
 
 def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:

@@ -23,8 +23,8 @@ const PANELS = [
   { name: "meshes", title: "Plans", draw: drawPlans, has: () => PLANS.length > 1 },
   { name: "program", title: "Program", draw: drawProgram, has: () => true },
   { name: "layouts", title: "Layouts", draw: drawLayouts, has: () => true },
-  { name: "memory", title: "Memory", draw: drawMemory, has: () => true },
-  { name: "time", title: "Time", draw: drawTime, has: () => true },
+  { name: "memory", title: "Memory", draw: drawMemory, has: () => true, of: (plan) => plan.memory },
+  { name: "time", title: "Time", draw: drawTime, has: () => true, of: (plan) => plan.clock },
 ];
 
 // --- state -----------------------------------------------------------------------------------------------------------
@@ -94,6 +94,12 @@ function planLabel(index) {
   return `${side}${PLANS[index].heading}`;
 }
 
+/** `Memory of stage 1` in a pipeline, whose panels of time and memory show one stage. */
+function tabTitle({ title, of }, plan) {
+  const stage = of?.(plan)?.stage ?? null;
+  return stage === null ? title : `${title} of stage ${stage}`;
+}
+
 function drawHeader() {
   const plan = current();
   byId("heading").textContent = PLANS.length > 1 ? plan.name : plan.heading;
@@ -105,7 +111,7 @@ function drawHeader() {
     h("div", {}, h("dt", {}, name), h("dd", {}, figure(number, unit)))));
   byId("tabs").replaceChildren(...PANELS.filter((panel) => panel.has()).map((panel) =>
     item(`tab-${panel.name}`, { role: "tab", "aria-selected": String(panel.name === state.panel),
-      onclick: () => update({ panel: panel.name }) }, panel.title)));
+      onclick: () => update({ panel: panel.name }) }, tabTitle(panel, plan))));
 }
 
 // --- source ----------------------------------------------------------------------------------------------------------
@@ -252,7 +258,7 @@ function messageDetails(plan, message) {
   const chain = message.explain.split("\n").filter((text) => !/^(\S|  (at|from|to|because) )/.test(text));
   return [h("h2", { class: "mono" }, `${message.kind}[${message.axes}] of ${message.value}`),
     facts([["because", message.reason], ["sends", `${si(message.bytes, "B")} per device${times}`],
-      ["takes", message.seconds ? `${clock(message.seconds)} simulated; calls wait ${clock(message.exposed)} for it` : ""],
+      ["takes", duration(message)],
       ["from", typeLabel(plan, message.before)], ["to", typeLabel(plan, message.after)],
       ["at", [message.phase, " of ", lineLink(plan, message.line)]],
       ["in one message with", message.together > 1 ? counted(message.together - 1, "other") : ""],
@@ -260,6 +266,11 @@ function messageDetails(plan, message) {
     h("h3", {}, "Reasons, back to the annotations"),
     h("div", { class: "chain mono" }, chain.map((text) => h("div", { style: `margin-left:${text.search(/\S/) * 7 - 14}px` }, text.trim()))),
     ...alternatives(plan, message)];
+}
+
+function duration({ seconds, exposed }) {
+  if (seconds === null) return "";
+  return `${clock(seconds)} simulated${exposed === null ? "" : `; calls wait ${clock(exposed)} for it`}`;
 }
 
 function alternatives(plan, message) {

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.page.layout_pictures import layout_picture
-from shardlib.compiler.plan.page.phases import phases
 from shardlib.compiler.plan.page.program_rows import MESSAGE, ProgramRows, Record
 from shardlib.compiler.plan.page.program_tree import Node, TreeBuilder, walk
 from shardlib.compiler.plan.page.source_lines import SourceLines
 from shardlib.compiler.plan.page.tables import Strings
+from shardlib.compiler.plan.phases import step_phases
 from shardlib.compiler.plan.rows import totals
-from shardlib.compiler.program.buffers import Lifetime, lifetimes, peak_bytes
+from shardlib.compiler.program.buffers import Lifetime, lifetimes, owners, peak_bytes
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import STREAMS, called
@@ -139,7 +139,7 @@ class PlanData:
                 alternatives += [(message, *astuple(x)) for x in self.explainer.alternatives(c)]
             rows.append(self._row(node, record, parent, total, message))
         columns = {"parent": int, "kind": str, "text": str, "last": str, "times": int, "total": int, "phase": str}
-        columns |= {"line": int, "layout": int, "bytes": float, "flops": float, "message": int, "step": int}
+        columns |= {"line": int, "layout": int, "bytes": float, "flops": float, "message": int}
         more = {"kind": str, "axes": str, "value": str, "before": int, "after": int, "bytes": float, "total": int}
         more |= {"phase": str, "line": int, "reason": str, "backend": str, "form": str, "together": int, "explain": str}
         more |= {"seconds": float, "exposed": float}
@@ -154,29 +154,42 @@ class PlanData:
     def _row(self, node: Node, record: Record | None, parent: int, total: int, message: int) -> tuple[Any, ...]:
         head = (parent, "group" if record is None else record.kind, node.text, node.last, node.times, total)
         if record is None:
-            return (*head, "", -1, -1, 0, 0, -1, -1)
+            return (*head, "", -1, -1, 0, 0, -1)
         at, layout = self.lines.number(record.line), self._layout(record.var)
-        return (*head, record.phase, at, layout, record.bytes, record.flops, message, record.step)
+        return (*head, record.phase, at, layout, record.bytes, record.flops, message)
 
     def _message(self, record: Record, total: int) -> tuple[Any, ...]:
         planned = self.plan.collectives[record.index]
         c = self.plan.compiled.program.collectives[record.index]
         before, after = self.explainer.ends(c)
         assert record.start is not None
-        seconds, exposed = self._seconds_of.get(record.start, (0.0, 0.0))
         return (
             planned.kind, " ".join(planned.axes), planned.value, self._layout(before), self._layout(after),
             planned.bytes, total, record.phase, self.lines.number(record.line), planned.reason, planned.backend,
-            planned.form, len(record.start.moves), self.explainer.chain(c), seconds, exposed,
+            planned.form, len(record.start.moves), self.explainer.chain(c), self._seconds_of(record.start),
+            self._exposed(record.start),
         )  # fmt: skip
 
     @cached_property
-    def _seconds_of(self) -> dict[Start, tuple[float, float]]:
-        """The simulated seconds of each message, and those that nothing hides."""
-        if self.simulated is None:
-            return {}
-        line = self.simulated.timeline
-        return {e.step: (e.seconds, line.waits.get(e.step, 0.0)) for e in line.events if isinstance(e.step, Start)}
+    def _whole(self) -> Simulated | None:
+        """One call of the whole program, which the stages of a pipeline share."""
+        if self.simulated is None or len(self.plan.programs) == 1:
+            return self.simulated
+        return Simulated(self.plan.compiled.program, self.plan.name, self.simulated.machine)
+
+    def _seconds_of(self, start: Start) -> float | None:
+        """Returns the simulated seconds of a message; None without a machine."""
+        return None if self._whole is None else self._whole.timeline.message_seconds[start]
+
+    def _exposed(self, start: Start) -> float | None:
+        """Returns the seconds of a message that nothing hides; None without a machine, and in pipelines."""
+        if self.simulated is None or self.simulated is not self._whole:
+            return None
+        return self.simulated.timeline.waits.get(start, 0.0)
+
+    def _stage(self, program: Program) -> int | None:
+        """Returns the stage of a program; None without stages."""
+        return None if self.plan.compiled.staged is None else self.plan.programs.index(program)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -185,27 +198,29 @@ class PlanData:
         program = max(self.plan.programs, key=peak_bytes)
         makers: dict[Var, Step | Collective] = {v: step for step in program.steps for v in makes(step)}
         makers |= {c.out: c for step in program.steps if isinstance(step, Start) for c in step.moves}
-        results = {v: shorten(name) for name, v in zip(self._result_names, program.outputs, strict=False)
-                   if isinstance(v, Var)}  # fmt: skip
-        step_phases = phases(program)
+        owner = owners(program.steps, exact=True)
+        named = zip(self.plan.compiled.traced.result_names, program.outputs, strict=True)
+        results = {owner.get(v, v): shorten(name) for name, v in named if isinstance(v, Var)}
+        phases = step_phases(program)
         rows = []
         for span in lifetimes(program):
             maker = makers.get(span.var)
-            at = self.lines.number(getattr(maker, "line", None))
-            why = self._why_kept(program, span, results, step_phases)
+            at = self.lines.number(_line_of(maker))
+            why = self._why_kept(program, span, results, phases)
             rows.append((self.naming.var(span.var), span.var.nbytes, span.start, span.end, at, _name_of(maker), why))
         columns = {"name": str, "bytes": int, "start": int, "end": int, "line": int, "maker": str, "why": str}
         runs, position = [], 0
-        for phase, run in groupby(step_phases):
+        for phase, run in groupby(phases):
             runs.append((position, phase))
             position += len(list(run))
-        return {"steps": len(program.steps), "phases": runs, "values": self.strings.table(columns, rows)}
+        return {
+            "stage": self._stage(program),
+            "steps": len(program.steps),
+            "phases": runs,
+            "values": self.strings.table(columns, rows),
+        }
 
-    @property
-    def _result_names(self) -> tuple[str, ...]:
-        return tuple(self.plan.compiled.traced.result_names)
-
-    def _why_kept(self, program: Program, span: Lifetime, results: dict[Var, str], step_phases: list[str]) -> str:
+    def _why_kept(self, program: Program, span: Lifetime, results: dict[Var, str], phases: list[str]) -> str:
         if span.var in results:
             return f"returned as {results[span.var]}"
         if span.var in program.entry_values:
@@ -214,8 +229,8 @@ class PlanData:
         if not isinstance(step, Compute | Start | Copy):
             return "not read"
         first = step.first if isinstance(step, Start) else step
-        line: Line | None = getattr(first, "line", None)
-        return f"read by {_name_of(first)} ({step_phases[span.last]} at {self.lines.label(line).rpartition('/')[2]})"
+        place = self.lines.label(_line_of(first)).rpartition("/")[2]
+        return f"read by {_name_of(first)} ({phases[span.last]} at {place})"
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -233,6 +248,7 @@ class PlanData:
         )  # fmt: skip
         return {
             "title": f"{simulated.name} on {simulated.program.mesh} ({simulated.machine}), simulated",
+            "stage": self._stage(simulated.program),
             "streams": STREAMS,
             "seconds": simulated.seconds,
             "exposed": simulated.exposed,
@@ -243,9 +259,18 @@ class PlanData:
 
 def _name_of(step: Step | Collective | None) -> str:
     """Returns the op's name; "" for an argument."""
-    if step is None:
-        return ""
-    return called(step) if isinstance(step, Compute) else getattr(step, "kind", "copy")
+    match step:
+        case None:
+            return ""
+        case Compute():
+            return called(step)
+        case Collective():
+            return step.kind
+    return "copy"
+
+
+def _line_of(step: Step | Collective | None) -> Line | None:
+    return step.line if isinstance(step, Compute | Collective) else None
 
 
 def _microseconds(seconds: float) -> float:

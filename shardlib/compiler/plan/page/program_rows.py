@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardlib.compiler.graph.ir import Op
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming
-from shardlib.compiler.plan.page.phases import phases
 from shardlib.compiler.plan.page.program_tree import Leaf
+from shardlib.compiler.plan.phases import step_phases
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.rows import is_shown
 from shardlib.compiler.program.steps import TIERS, Asked, Collective, Compute, Inside, Program, Start, Var
@@ -23,7 +23,7 @@ CALL, SMALL, MESSAGE, COPY = "call", "small", "message", "copy"  # small: views,
 
 @dataclass(frozen=True)
 class Record:
-    """One row of the program: `var` is its result; `step` its position; `index` a collective's position, or -1.
+    """One row of the program: `var` is its result, and `index` a collective's position, or -1.
 
     `flops` are those of the busiest device, `bytes` go on the wire.
     """
@@ -32,7 +32,6 @@ class Record:
     var: Var | None
     phase: str
     line: Line | None
-    step: int
     bytes: float = 0.0
     flops: float = 0.0
     index: int = -1
@@ -71,18 +70,16 @@ class ProgramRows:
         """Yields path, text, the rest of the key, and record."""
         listed: set[Op] = set()
         index = 0
-        for i, (step, phase) in enumerate(zip(self.program.steps, phases(self.program), strict=True)):
+        for step, phase in zip(self.program.steps, step_phases(self.program), strict=True):
             if isinstance(step, Compute):
-                yield self._call(step, phase, i, listed)
+                yield self._call(step, phase, listed)
             for c in step.moves if isinstance(step, Start) else ():
                 assert isinstance(step, Start)
                 is_copy = c.kind in TIERS
-                yield self._message(c, phase, i, -1 if is_copy else index, step)
+                yield self._message(c, phase, -1 if is_copy else index, step)
                 index += not is_copy
 
-    def _call(
-        self, step: Compute, phase: str, i: int, listed: set[Op]
-    ) -> tuple[tuple[str, ...], str, tuple[str, ...], Record]:
+    def _call(self, step: Compute, phase: str, listed: set[Op]) -> tuple[tuple[str, ...], str, tuple[str, ...], Record]:
         var = next((v for v in step.out_vars if v.value is not None), step.out_vars[0] if step.out_vars else None)
         value = None if var is None else var.value
         op = None if value is None else value.op
@@ -95,11 +92,11 @@ class ProgramRows:
             operands = ", ".join(self.naming.var(v) for v in step.operands[:3])
             text = f"{'' if var is None else f'{self.naming.var(var)} = '}{called(step)}({operands})"
         typed = "" if var is None else self.naming.typed(var)
-        record = Record(kind, var, phase, step.line, i, flops=step.flops)
+        record = Record(kind, var, phase, step.line, flops=step.flops)
         return _path(phase, step.line, step.inside), text, (typed,), record
 
     def _message(
-        self, c: Collective, phase: str, i: int, index: int, start: Start
+        self, c: Collective, phase: str, index: int, start: Start
     ) -> tuple[tuple[str, ...], str, tuple[str, ...], Record]:
         _, after = self.explainer.ends(c)
         because = c.because
@@ -109,10 +106,10 @@ class ProgramRows:
         axes = " ".join(map(str, c.axes))
         if index < 0:
             text = f"{c.kind} {self.naming.var(c.source)}"
-            record = Record(COPY, after, phase, c.line, i, flops=0.0, start=start)
+            record = Record(COPY, after, phase, c.line, flops=0.0, start=start)
             return path, text, (self.naming.typed(after),), record
         planned = self.planned[index]
-        record = Record(MESSAGE, after, phase, c.line, i, planned.bytes, 0.0, index, start)
+        record = Record(MESSAGE, after, phase, c.line, planned.bytes, 0.0, index, start)
         more = (self.naming.typed(after), _pattern(planned.reason), planned.backend, planned.form)
         return path, f"{c.kind}[{axes}] {planned.value}", more, record
 

@@ -95,10 +95,10 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join([*distinct[:2], *["..."] * (len(distinct) > 2)])
 
 
-def walk(nodes: Sequence[Node], parent: int = -1, times: int = 1) -> Iterator[tuple[Node, int, int]]:
-    """Yields every node, the position of its parent, and how often it runs in all; parents come first."""
-    stack = [(node, parent, times) for node in reversed(nodes)]
-    position = parent
+def walk(nodes: Sequence[Node]) -> Iterator[tuple[Node, int, int]]:
+    """Yields every node, the position of its parent (-1: none), and how often it runs in all; parents come first."""
+    stack = [(node, -1, 1) for node in reversed(nodes)]
+    position = -1
     while stack:
         node, above, outer = stack.pop()
         position += 1

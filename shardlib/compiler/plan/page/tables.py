@@ -20,7 +20,7 @@ class Strings:
         return self._positions.setdefault(text, len(self._positions))
 
     def table(self, columns: Mapping[str, type], rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
-        """Returns a table whose columns of type `str` hold positions; `read_table` in page.js reads it.
+        """Returns a table whose columns of type `str` hold positions; `readTable` in elements.js reads it.
 
         Example:
             >>> strings = Strings()

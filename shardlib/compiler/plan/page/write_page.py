@@ -65,23 +65,39 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
           * FileNotFoundError: No such file or directory
         Remedy: name a file in a folder that exists and that this process may write, such as "plan.html"
     """
-    name = os.fspath(path) if isinstance(path, os.PathLike) else path
     try:
         target = Path(path)
         aside = target.with_name(f"{target.name}.part")
-        aside.write_text(text, "utf-8")
         try:
+            aside.write_text(text, "utf-8")
             aside.replace(target)
-        except OSError:
-            aside.unlink()
-            raise
+        finally:
+            aside.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ShardingError(
-            f"the page cannot be written to {name!r}",
-            [f"{type(error).__name__}: {reason}"],
-            remedy='name a file in a folder that exists and that this process may write, such as "plan.html"',
-        ) from error
+        raise _write_error(path, f"{type(error).__name__}: {reason}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raises the error of `write_page` if no file can be written at `path`; writes nothing."""
+    folder = path.resolve().parent
+    fault = (
+        "it is a folder" if path.is_dir()
+        else f"the folder {folder} does not exist" if not folder.is_dir()
+        else "this process may not write there" if not os.access(path if path.exists() else folder, os.W_OK)
+        else None
+    )  # fmt: skip
+    if fault:
+        raise _write_error(path, fault)
+
+
+def _write_error(path: str | os.PathLike[str], fault: str) -> ShardingError:
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    return ShardingError(
+        f"the page cannot be written to {name!r}",
+        [fault],
+        remedy='name a file in a folder that exists and that this process may write, such as "plan.html"',
+    )
 
 
 def notebook_cell(plan: Plan, largest: int = LARGEST_CELL) -> str:

@@ -144,7 +144,7 @@ def test_a_plan_shows_what_they_do() -> None:
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 36.0)] * 2, "3 rows of 8 bytes, 2 * 3 / 4"
     assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", plan.full)
     assert [len(c.axes) for c in both.collectives] == [2], "one sum over two dims"
-    assert "! all_gather[tensor] cumprod's pieces " in str(scanned), "which nobody adds up"
+    assert "! all_gather[tensor] cumprod's pieces " in scanned.full, "which nobody adds up"
 
 
 def _ranks_of_rows(x: Tensor) -> Tensor:

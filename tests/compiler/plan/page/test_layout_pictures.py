@@ -21,11 +21,14 @@ SPECS = [
     ("(a=3 c@tensor) b@data", (12, 5)),
     ("a@data=[5 3 8 0] b", (16, 2)),
     ("(a=2 c@data d=3) b", (24, 2)),
+    ("a@(data tensor) b", (1, 2)),  # one device has it
 ]
 
 
 def coords_of(devices: str) -> list[dict[str, int]]:
-    """Parses `data=0-2, tensor=1`."""
+    """Parses `data=0-2, tensor=1`, and several of these between semicolons."""
+    if ";" in devices:
+        return [place for part in devices.split(";") for place in coords_of(part)]
     axes = []
     for name, text in re.findall(r"(\w+)=([\d,-]+)", devices):
         values: list[int] = []

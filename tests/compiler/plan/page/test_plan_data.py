@@ -12,7 +12,7 @@ import torch
 
 import shardlib as sl
 from shardlib.compiler.plan.page.write_page import page_data
-from shardlib.compiler.program.buffers import alive, lifetimes
+from shardlib.compiler.program.buffers import alive, lifetimes, peak_bytes
 from shardlib.compiler.program.steps import Compute, Start
 from shardlib.core.source_lines import format_path_line
 
@@ -154,8 +154,33 @@ def test_phases_follow_the_training_step() -> None:
     for message in data["messages"]:
         phases.setdefault(message["kind"], set()).add(message["phase"])
     assert phases == {"all_gather": {"forward", "backward"}, "reduce_scatter": {"backward"}, "all_reduce": {"forward"}}
-    order = [row["text"] for row in data["program"] if row["parent"] < 0]
-    assert [phase for i, phase in enumerate(order) if phase not in order[:i]] == ["forward", "backward", "optimizer"]
+    runs = [phase for _, phase in data["raw"]["memory"]["phases"]]
+    assert runs == ["forward", "backward"] * 3 + [
+        "optimizer"
+    ]  # two constants of the backward pass stand in front of it
+    assert [row["text"] for row in data["program"] if row["parent"] < 0][-1] == "optimizer"
+
+
+def test_returned_views_are_results() -> None:
+    """The memory of a result may first have had another name."""
+    with sl.Mesh(data=2):
+        plan = sl.jit(lambda x: (x * 2).T, in_specs=("rows@data _",)).plan(torch.ones(4, 3))
+    data = page_data([plan])
+    values = read_table(data, data["plans"][0]["memory"]["values"])
+    assert [v["why"] for v in values] == ["an argument, or captured: kept for the whole call", "returned as result"]
+
+
+def test_pipelines_have_the_seconds_of_messages_and_the_stages_that_are_shown() -> None:
+    plan, data = tables("pipeline")
+    assert [m["exposed"] for m in data["messages"]] == [None] * len(data["messages"])
+    assert all(m["seconds"] > 0 for m in data["messages"])
+    peaks = [peak_bytes(program) for program in plan.programs]
+    simulated = plan.simulate("h100").program
+    assert data["raw"]["memory"]["stage"] == peaks.index(max(peaks))
+    assert plan.programs[data["raw"]["clock"]["stage"]] is simulated
+    _, alone = tables("mlp")
+    assert (alone["raw"]["memory"]["stage"], alone["raw"]["clock"]["stage"]) == (None, None)
+    assert all(m["exposed"] is not None for m in alone["messages"])
 
 
 def test_without_a_machine_nothing_is_simulated() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.compiler.plan.page.write_page import notebook_cell, page_text
+from shardlib.compiler.plan.page.write_page import notebook_cell, page_text, write_page
 
 from .plans import plan_mlp
 
@@ -70,6 +70,12 @@ def test_a_path_that_cannot_be_written(place: str, tmp_path: Path) -> None:
     )
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert sorted(p.name for p in tmp_path.parent.iterdir()) == before
+
+
+def test_a_text_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(sl.ShardingError, match="UnicodeEncodeError"):
+        write_page(tmp_path / "plan.html", "\ud800")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_old_page_is_replaced(tmp_path: Path) -> None:

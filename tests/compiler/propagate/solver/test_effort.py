@@ -14,7 +14,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.compiler.propagate.solver.effort import Effort
-from shardlib.core import stage_clock
+from shardlib.core import progress
 
 
 class Mixed(nn.Module):
@@ -157,8 +157,8 @@ class Terminal(io.StringIO):
 def test_a_line_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(stage_clock, "_AFTER", 0.01)
-    monkeypatch.setattr(stage_clock, "_EVERY", 0.01)
+    monkeypatch.setattr(progress, "_AFTER", 0.01)
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         end = time.monotonic() + 100
