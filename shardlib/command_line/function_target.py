@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 from shardlib.compiler.plan.plan import Plan
@@ -23,6 +25,7 @@ def plan_function(target: str, mesh: Mesh) -> Plan:
     Raises `ShardingError` for a name that does not exist, and for other results.
     """
     function = load_function(target)
+    _refuse_arguments(target, function, ())
     with mesh:
         result = function()
         if isinstance(result, Plan):
@@ -34,6 +37,7 @@ def plan_function(target: str, mesh: Mesh) -> Plan:
                 remedy=_EXAMPLE,
             )
         step, *args = result
+        _refuse_arguments(f"the step of {target}", step, args)
         method = step.plan if callable(getattr(step, "plan", None)) else jit(step).plan
         plan = method(*args)
         if not isinstance(plan, Plan):
@@ -45,10 +49,25 @@ def plan_function(target: str, mesh: Mesh) -> Plan:
     return plan
 
 
+def _refuse_arguments(what: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raises `ShardingError` if a function does not take these arguments; builtins without a signature say so later."""
+    if isinstance(function, BuiltinFunctionType):
+        return
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        taken = {0: "no arguments", 1: "1 argument"}.get(len(args), f"{len(args)} arguments")
+        raise ShardingError(
+            f"{what} is called with {taken}: {error}",
+            rule="FUNCTION takes no arguments, and returns a step with all arguments of the step",
+            remedy=_EXAMPLE,
+        ) from error
+
+
 def load_function(target: str) -> Callable[[], Any]:
     """Returns the function that `MODULE:FUNCTION` names; modules of the current folder come first."""
     module_name, colon, name = target.partition(":")
-    if not colon or not name or not module_name or module_name.endswith(".py"):
+    if not colon or not name or not all(map(str.isidentifier, module_name.split("."))) or module_name.endswith(".py"):
         raise ShardingError(
             f"{target!r} is not MODULE:FUNCTION", rule="a module as in `import`, without .py", remedy=_EXAMPLE
         )

@@ -21,6 +21,8 @@ from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.mesh.mesh import Mesh
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
+# Options that describe the step of --model, with their defaults.
+_OF_MODELS = {"batch": None, "seq": None, "strategy": "fsdp", "layers": None, "remat": "none", "precision": "bfloat16"}
 
 DESCRIPTION = """\
 Prints the plan of one call on an abstract mesh of any size. No device is touched, and no tensor takes memory.
@@ -57,12 +59,20 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--full", action="store_true", help="print every input, step and output")
     model = parser.add_argument_group("a transformers model")
     model.add_argument("--model", metavar="CONFIG", type=Path, help="its config.json, or the folder that holds it")
-    model.add_argument("--batch", type=int, metavar="B", help="samples of one step, over all devices")
-    model.add_argument("--seq", type=int, metavar="S", help="tokens of a sample (elements, of raw audio)")
-    model.add_argument("--strategy", default="fsdp", metavar="NAME", help=f"{', '.join(NAMED)} (fsdp)")
-    model.add_argument("--layers", type=int, metavar="N", help="plan at most N layers of each stack")
-    model.add_argument("--remat", default="none", choices=WORDS, help="what the backward pass recomputes (none)")
-    model.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    model.add_argument(
+        "--batch", type=int, metavar="B", default=argparse.SUPPRESS, help="samples of one step, over all devices"
+    )
+    model.add_argument(
+        "--seq", type=int, metavar="S", default=argparse.SUPPRESS, help="tokens of a sample (elements, of raw audio)"
+    )
+    model.add_argument("--strategy", default=argparse.SUPPRESS, metavar="NAME", help=f"{', '.join(NAMED)} (fsdp)")
+    model.add_argument(
+        "--layers", type=int, metavar="N", default=argparse.SUPPRESS, help="plan at most N layers of each stack"
+    )
+    model.add_argument(
+        "--remat", default=argparse.SUPPRESS, choices=WORDS, help="what the backward pass recomputes (none)"
+    )
+    model.add_argument("--precision", default=argparse.SUPPRESS, choices=("bfloat16", "float16", "float32"))
     parser.set_defaults(run=run)
 
 
@@ -77,6 +87,13 @@ def run(options: argparse.Namespace) -> int:
             "shardlib plan is given " + ("no program" if options.model is None else "two programs"),
             remedy="name one: MODULE:FUNCTION, or --model CONFIG",
         )
+    if options.model is None and (named := [name for name in _OF_MODELS if name in options]):
+        raise ShardingError(
+            f"{', '.join(f'--{name}' for name in named)} with a function",
+            rule="these options describe the step of --model; a function has its own batch and strategy",
+            remedy="leave them out, and say it in the function",
+        )
+    options = argparse.Namespace(**(_OF_MODELS | vars(options)))
     counts: Mapping[str, int] = {}
     labels: Mapping[str, str] = {}
     if options.model is not None:

@@ -125,6 +125,13 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("the page cannot be written", "it is a folder"),
     ),
     "no colon": (("train.py", *MESH), ("'train.py' is not MODULE:FUNCTION", "def small()")),
+    "a path": (("../train:small", *MESH), ("'../train:small' is not MODULE:FUNCTION",)),
+    "an argument": ((f"{HERE}:needs", *MESH), (":needs is called with no arguments: missing a required argument",)),
+    "too few arguments": ((f"{HERE}:lacks", *MESH), ("the step of", "is called with 1 argument: missing", "'w'")),
+    "options of models": (
+        (f"{HERE}:product", *MESH, "--batch", "4", "--strategy", "fsdp"),
+        ("--batch, --strategy with a function", "leave them out"),
+    ),
     "no module": (("tests.nowhere:f", *MESH), ("there is no module 'tests.nowhere'", "neither installed nor in")),
     "no function": ((f"{HERE}:produkt", *MESH), ("has no function 'produkt'; did you mean 'product'?",)),
     "no function but a number": ((f"{HERE}:number", *MESH), ("has no function 'number'",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.groups import INPUT, OUTPUT, STATE, Item
+from shardlib.compiler.plan.module_tensors import input_positions
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.phases import BACKWARD, FORWARD, OPTIMIZER, op_phases
 from shardlib.compiler.program.steps import Asked, Collective, Inside, Var
@@ -112,9 +113,10 @@ class Items:
     def _subject(self, c: Collective) -> tuple[str, str, bool]:
         """Returns the path of what a collective moves, its role, and whether it is a tensor with a name."""
         before, _ = self.explainer.ends(c)
-        value, names = before.value, self._input_names
-        if value in names:
-            item = self.inputs[self._positions[value]]
+        value = before.value
+        position = None if value is None else self._source_positions.get(value)
+        if position is not None:
+            value, item = self.compiled.inputs[position][1], self.inputs[position]
             return item.path, item.phase if item.phase == STATE else WEIGHT if value in self._trained else "", True
         if value in self._gradients:
             return self._gradients[value], GRADIENT, True
@@ -148,7 +150,8 @@ class Items:
     def _prefixes(self) -> dict[str, str]:
         """Maps classes of outermost modules to what stands before their paths in names of inputs: `model.`."""
         counts: dict[str, Counter[str]] = {}
-        for name, (_, value) in zip(self.naming.inputs, self.compiled.inputs, strict=True):
+        for value, position in self._source_positions.items():
+            name = self.naming.inputs[position]
             for op, _ in value.readers:
                 inside = op.node.meta.get("modules", ())
                 if inside and inside[-1].path and (at := f".{name}".find(f".{inside[-1].path}.")) >= 0:
@@ -226,6 +229,11 @@ class Items:
     @cached_property
     def _positions(self) -> dict[Value | None, int]:
         return {value: i for i, (_, value) in enumerate(self.compiled.inputs)}
+
+    @cached_property
+    def _source_positions(self) -> Mapping[Value, int]:
+        """Maps the inputs, and views and casts of them, to the inputs' positions."""
+        return input_positions(self.compiled)
 
     @cached_property
     def _trained(self) -> set[Value | None]:

@@ -45,11 +45,16 @@ def module_names(compiled: Compiled) -> dict[str, str]:
 
 def origins(compiled: Compiled) -> dict[Value, str]:
     """Maps the inputs, and views and casts of them, to the inputs' names."""
-    origin = {value: name for name, value in compiled.inputs}
+    return {value: compiled.inputs[at][0] for value, at in input_positions(compiled).items()}
+
+
+def input_positions(compiled: Compiled) -> dict[Value, int]:
+    """Maps the inputs, and views and casts of them, to the inputs' positions."""
+    positions = {value: at for at, (_, value) in enumerate(compiled.inputs)}
     for op in compiled.graph.ops:
-        if is_same_tensor(op) and op.operands[0] in origin and op.results[0] is not None:
-            origin[op.results[0]] = origin[op.operands[0]]
-    return origin
+        if is_same_tensor(op) and op.operands[0] in positions and op.results[0] is not None:
+            positions[op.results[0]] = positions[op.operands[0]]
+    return positions
 
 
 def is_same_tensor(op: Op) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from shardlib.compiler.plan.groups import Item, group
 from shardlib.compiler.plan.items import GRADIENT
-from shardlib.compiler.plan.redundant_work import WORTH
+from shardlib.compiler.plan.redundant_work import WORTH, Redundant
 from shardlib.compiler.program import flops
+from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
 from shardlib.sharding.mesh.machine import Machine
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 LARGE = 0.1  # the least share of the peak memory that a warning on one tensor reports
 _NAMED = 3  # names in one warning
-_SCALAR = 8  # bytes
+_SMALL = 0.01  # share of the peak memory below which an input is not worth an annotation
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,28 @@ def _memory(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
-    total, twice = flops.flops(plan.compiled.program), sum(r.flops for r in plan.redundant)
-    if twice and twice >= WORTH * total:
+    total, repeated = flops.flops(plan.compiled.program), sum(r.flops for r in plan.redundant)
+    if repeated and repeated >= WORTH * total:
         most = plan.redundant[0]
         where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line}"
         axes = " ".join(most.axes)
         alike = f"alike on {most.copies} devices along {axes}"
-        text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, {alike}"
-        free = _listed([item for item in _free_inputs(plan) if item.bytes > _SCALAR])
-        operands = f"the inputs without annotation ({free})" if free else "its operands"
-        yield PlanWarning(text, f"annotate {operands} over {axes}; plan.redundant lists all such work")
+        text = f"redundant work: {repeated / total:.0%} of the FLOPs, most in {where}, {alike}"
+        needed = _inputs_of(plan, most)
+        free = [x for x in _free_inputs(plan) if x.position in needed and x.bytes >= _SMALL * plan.peak_memory]
+        cure = f"annotate {_listed(free)} over {axes}" if free else f"shard its operands over {axes} (sl.shard)"
+        yield PlanWarning(text, f"{cure}; plan.redundant lists all such work")
+
+
+def _inputs_of(plan: Plan, work: Redundant) -> set[int]:
+    """Returns the positions of the inputs that redundant calls depend on."""
+    graph = plan.compiled.graph
+    calls = {op for op in graph.ops if (op.kind, op.backward) == (work.op, work.backward)}
+    needed = {v for op in calls if format_path_line(op.line) == work.line for v in op.operands}
+    for op in reversed(graph.ops):
+        if not needed.isdisjoint(r for r in op.results if r is not None):
+            needed.update(op.operands)
+    return {at for at, value in enumerate(graph.inputs) if value in needed}
 
 
 def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:

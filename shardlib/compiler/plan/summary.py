@@ -76,24 +76,33 @@ def _short(name: str, limit: int) -> str:
 
 
 def _totals(plan: Plan) -> list[str]:
-    counts, sizes = Counter[str](), Counter[str]()
-    for item in plan.items.collectives:
-        counts[item.kind] += 1
-        sizes[item.kind] += item.bytes  # type: ignore[assignment]
-    n = counts.total()
-    sent = f"{format_si(plan.comm_bytes, 'B')} in {n} collective{'s' * (n != 1)}" if n else "nothing"
-    kinds = [f"{kind} {format_si(size, 'B')}" for kind, size in sizes.most_common()]
-    more = f", and {len(kinds) - _KINDS} more" if len(kinds) > _KINDS else ""
-    rows = [("sent per device", sent)]
-    rows += [("", ", ".join(kinds[:_KINDS]) + more)] * (len(kinds) > 1)
+    """Returns the figures of one device; of a pipeline, of one on the stage that has most of each."""
+    sent = max(([*program.collectives] for program in plan.programs), key=lambda moves: sum(c.bytes for c in moves))
+    sizes = Counter[str]()
+    for c in sent:
+        sizes[f"{c.kind}[{' '.join(map(str, c.axes))}]"] += c.bytes  # type: ignore[assignment]
+    stages = " on the stage that sends most, and messages" if plan.pipeline is not None else ""
+    total = f"{format_si(sum(sizes.values()), 'B')} in {_count(len(sent), 'collective')}{stages}" if sent else "nothing"
+    rows = [("sent per device", total)]
+    if len(sizes) > 1:
+        kinds = [f"{kind} {format_si(size, 'B')}" for kind, size in sizes.most_common()]
+        more = f", and {len(kinds) - _KINDS} more" if len(kinds) > _KINDS else ""
+        rows.append(("", ", ".join(kinds[:_KINDS]) + more))
     rows.append(("FLOPs per device", format_si(plan.flops, "FLOP")))
     rows.append(("peak memory", f"{format_si(plan.peak_memory, 'B')} per device"))
     if plan.mesh.machine is not None:
         step = plan.simulate()
         machine = step.machine.name or "the machine of the mesh"
         waiting = f"{clock(step.exposed)} of it waiting for messages"
-        rows.append(("simulated step", f"{clock(step.seconds)} on {machine}, {waiting}"))
+        if plan.pipeline is None:
+            rows.append(("simulated step", f"{clock(step.seconds)} on {machine}, {waiting}"))
+        else:
+            rows.append(("simulated step", f"{clock(plan.pipeline.seconds)} on {machine}"))
     return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
@@ -110,7 +119,7 @@ def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
     shown, others = largest(groups, room)
     rows = [("inputs", "type", "", "per device", "layout")]
     rows += [*(_tensor(g, g.first.note) for g in shown), *(_tensor(g, _notes(g, items)) for g in state)]
-    return [*_table(rows, width), *_tail([*others, *rest], "tensors")]
+    return [*_table(rows, width), *_tail([*others, *rest], "tensor")]
 
 
 def _tensor(g: Group, note: str) -> tuple[str, str, str, str, str]:
@@ -142,12 +151,12 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     for phase in phases:
         some = [item for item in items if item.phase == phase]
         n, sent, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)
-        head = (f"  {phase}", f"{n} collective{'s' * (n != 1)}", "", format_si(sent, "B"), clock(seconds), "", "")
+        head = (f"  {phase}", _count(n, "collective"), "", format_si(sent, "B"), clock(seconds), "", "")
         rows += [head] * has_phases
         rows += [_collective(g, "    " if has_phases else "  ") for g in shown if g.first.phase == phase]
     if plan.mesh.machine is None:
         rows = [(*row[:4], "", *row[5:]) for row in rows]
-    return [*_table(rows, width), *_tail(rest, "collectives")]
+    return [*_table(rows, width), *_tail(rest, "collective")]
 
 
 def _collective(g: Group, indent: str) -> tuple[str, ...]:
@@ -159,16 +168,16 @@ def _tail(rest: Sequence[Group], noun: str) -> list[str]:
     if not rest:
         return []
     n, size = sum(g.times for g in rest), format_si(sum(g.bytes for g in rest), "B")
-    return [f"  ... and {n} more {noun} in {len(rest)} groups, {size}: print(plan.full)"]
+    return [f"  ... and {_count(n, f'more {noun}')} in {_count(len(rest), 'group')}, {size}: print(plan.full)"]
 
 
 def _results(plan: Plan, width: int) -> list[str]:
     shown, rest = largest(group_to_fit(plan.items.results, _RESULTS), _RESULTS)
     rows = [("results", "type", "", "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
     roles = Counter(role for _, role, _ in plan.items.output_roles.values())
-    also = [f"new values of {roles[NEW]} inputs"] * bool(roles[NEW])
-    also += [f"{roles[GRADIENT]} gradients"] * bool(roles[GRADIENT])
-    lines = [*_table(rows, width), *_tail(rest, "tensors")] if shown else ["results"] * bool(also)
+    also = [f"new values of {_count(roles[NEW], 'input')}"] * bool(roles[NEW])
+    also += [_count(roles[GRADIENT], "gradient")] * bool(roles[GRADIENT])
+    lines = [*_table(rows, width), *_tail(rest, "tensor")] if shown else ["results"] * bool(also)
     return [*lines, *([f"  and {', '.join(also)}"] if also else [])]
 
 

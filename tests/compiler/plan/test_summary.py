@@ -509,8 +509,8 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
     [
         (
             {"specs": (None, "embed ff", "ff embed")},
-            f"work done twice: 50% of the FLOPs, most in mm at {HERE}:{LINE + 1}, alike on 2 devices along data",
-            "annotate the inputs without annotation (x) over data; plan.redundant lists all such work",
+            f"redundant work: 50% of the FLOPs, most in mm at {HERE}:{LINE + 1}, alike on 2 devices along data",
+            "annotate x over data; plan.redundant lists all such work",
         ),
         (
             {"specs": ("batch embed", None, None)},
@@ -539,7 +539,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
             'strategy="fsdp", memory=, remat=, a smaller batch or more devices',
         ),
     ],
-    ids=["work done twice", "whole inputs", "large gather", "op without rule", "name without rule", "memory"],
+    ids=["redundant work", "whole inputs", "large gather", "op without rule", "name without rule", "memory"],
 )
 def test_warnings(options: Any, text: str, remedy: str) -> None:
     warnings = {w.text: w.remedy for w in planned(**options).warnings}
@@ -551,7 +551,7 @@ def test_a_good_plan_has_no_warnings() -> None:
     """Tensors may be whole on purpose, and names without a rule may stand beside others."""
     assert planned().warnings == ()
     on_purpose = planned(rules={"batch": "data", "ff": None, "embed": None}).warnings
-    assert [w.text.partition(":")[0] for w in on_purpose] == ["work done twice"]
+    assert [w.text.partition(":")[0] for w in on_purpose] == ["redundant work"]
     assert "\nwarnings: none\n" in str(planned())
 
 
