@@ -49,7 +49,7 @@ def plan_function(target: str, mesh: Mesh) -> Plan:
     return plan
 
 
-def _refuse_arguments(what: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _refuse_arguments(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raises `ShardingError` if a function does not take these arguments; builtins without a signature say so later."""
     if isinstance(function, BuiltinFunctionType):
         return
@@ -58,7 +58,7 @@ def _refuse_arguments(what: str, function: Callable[..., Any], args: Sequence[An
     except TypeError as error:
         taken = {0: "no arguments", 1: "1 argument"}.get(len(args), f"{len(args)} arguments")
         raise ShardingError(
-            f"{what} is called with {taken}: {error}",
+            f"{name} is called with {taken}: {error}",
             rule="FUNCTION takes no arguments, and returns a step with all arguments of the step",
             remedy=_EXAMPLE,
         ) from error
