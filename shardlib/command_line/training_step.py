@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardlib.command_line.model_inputs import make_inputs
 from shardlib.command_line.transformers_config import build_model, read_config
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.errors import ShardingError
 from shardlib.core.text_tables import format_si
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.jit.jit import jit
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.parallelize import parallelize
