@@ -78,6 +78,11 @@ def test_equal_to_one_device(case: Case) -> None:
 def test_many_are_equal_to_one_device(case: Case) -> None:
     if case.model in ("gpt2", "bert", "t5", "llama"):
         pytest.importorskip("transformers")
+    if (case.model, case.schedule, case.named) == ("encoder_decoder", "zb_v", "automatic"):
+        # Refused: one of the two parts of the last stage needs a gradient in front of the fragment that makes it.
+        with pytest.raises(sl.ShardingError, match="the schedule runs fragments before what they need"):
+            _check(case)
+        return
     _check(case)
 
 
