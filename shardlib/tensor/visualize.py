@@ -117,7 +117,7 @@ def _find_stretches(dim: Dim, coords: Mapping[int, Coords]) -> list[tuple[Span, 
     for rank, c in coords.items():
         spans = tuple(shard_range(f.size, f.axes, c) for f in dim)
         if spans not in runs:
-            runs[spans] = list(itertools.islice(_runs(dim, spans), 2 * _MOST))
+            runs[spans] = list(itertools.islice(contiguous_runs(dim, spans), 2 * _MOST))
         ranks.setdefault(spans, set()).add(rank)
     edges = sorted({edge for spans in runs.values() for run in spans for edge in run})
     shown = list(itertools.pairwise(edges))
@@ -132,7 +132,7 @@ def _find_stretches(dim: Dim, coords: Mapping[int, Coords]) -> list[tuple[Span, 
     return out + [None] if left_out else out
 
 
-def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
+def contiguous_runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
     """Yields the contiguous runs of a dim for spans of its factors."""
     (low, high), inner = spans[0], 1
     for f in dim[1:]:
@@ -142,7 +142,7 @@ def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
             yield low * inner, high * inner
         return
     for i in range(low, high):
-        for start, stop in _runs(dim[1:], spans[1:]):
+        for start, stop in contiguous_runs(dim[1:], spans[1:]):
             yield i * inner + start, i * inner + stop
 
 

@@ -83,7 +83,7 @@ def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
         at, times = g.first.position, f", {g.times} times" if g.times > 1 else ""
         size = format_si(outs[at], "B")
         text = f"large gather: {g.first.kind} at {g.name} makes {size} on every device{times} ({g.first.note})"
-        yield PlanWarning(text, f"plan.explain({at}) says who asks for it; annotate that value with sl.shard")
+        yield PlanWarning(text, f"plan.explain({at}) names what needs it; annotate that value with sl.shard")
 
 
 def _returned_gradients(plan: Plan) -> Iterator[PlanWarning]:

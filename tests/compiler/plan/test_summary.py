@@ -520,7 +520,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
         (
             {"fn": lambda x: x.sort(0).values.sum(), "args": (meta(64, 32),), "specs": ("batch _",)},
             "large gather: all_gather[data] at x makes 8.19 kB on every device (batch whole for sort)",
-            "plan.explain(0) says who asks for it; annotate that value with sl.shard",
+            "plan.explain(0) names what needs it; annotate that value with sl.shard",
         ),
         (
             {"fn": double, "args": (meta(8, 8),), "specs": ("batch _",)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.compiler.plan.names import Naming
@@ -12,6 +12,7 @@ from shardlib.sharding.chunks import shard_range
 from shardlib.sharding.layout import Dim
 from shardlib.sharding.mesh.axis import group_size
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor.visualize import contiguous_runs
 
 MOST = 16  # shards of a dim that a picture shows, and runs of one shard
 
@@ -50,7 +51,7 @@ def _shards(dim: Dim, mesh: Mesh) -> dict[str, Any]:
     return {
         "count": len(shown),
         "shards": [
-            {"devices": _devices(names, places), "runs": list(itertools.islice(_runs(dim, spans), MOST))}
+            {"devices": _devices(names, places), "runs": list(itertools.islice(contiguous_runs(dim, spans), MOST))}
             for spans, places in kept
         ],
     }
@@ -83,17 +84,3 @@ def _products(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], 
     for first, rest in behind.items():
         alike.setdefault(tuple(rest), []).append(first)
     return [(tuple(firsts), *product) for rest, firsts in alike.items() for product in _products(rest)]
-
-
-def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
-    """Yields the contiguous runs of a dim for spans of its factors."""
-    (low, high), inner = spans[0], 1
-    for f in dim[1:]:
-        inner *= int(f.size)
-    if all((start, stop) == (0, f.size) for f, (start, stop) in zip(dim[1:], spans[1:], strict=True)):
-        if low < high:
-            yield low * inner, high * inner
-        return
-    for i in range(low, high):
-        for start, stop in _runs(dim[1:], spans[1:]):
-            yield i * inner + start, i * inner + stop
