@@ -55,7 +55,7 @@ class MessageCounter:
     def _emitted(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         rule = op.required_rule
         builder = Builder(self.mesh)
-        emitter = Emitter(builder, propagation)
+        emitter = Emitter(builder, propagation, counts_messages=True)
         form = LocalForm(emitter, op, assignment, (), {})
         operands = [
             Var(builder.name(v.name), form.layout(labels), v.dtype, v)

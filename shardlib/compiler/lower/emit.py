@@ -25,10 +25,10 @@ _LITTLE = 8  # a call on a tensor this many times smaller than the largest does 
 
 
 class Emitter:
-    """Writes ops of the graph as steps of the program."""
+    """Writes ops of the graph as steps of the program; with `counts_messages`, only its messages are right."""
 
-    def __init__(self, builder: Builder, propagation: Propagation) -> None:
-        self.builder, self.propagation = builder, propagation
+    def __init__(self, builder: Builder, propagation: Propagation, *, counts_messages: bool = False) -> None:
+        self.builder, self.propagation, self.counts_messages = builder, propagation, counts_messages
         self.noted: list[Noted] = []  # shardings of the values that belong to a sort
 
     def op(

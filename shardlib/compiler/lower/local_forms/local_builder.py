@@ -56,6 +56,7 @@ class LocalForm:
         self._shares: dict[str, list[int]] = {}
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder
+        self.counts_messages = emitter.counts_messages  # so that steps without messages do not matter
 
     @property
     def origin(self) -> Coords:

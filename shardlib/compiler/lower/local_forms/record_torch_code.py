@@ -42,14 +42,15 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
     on: dict[tuple[int, ...], _Run] = {}  # by device
     queried: dict[Sym, None] = {}  # numbers that the code queried, in order
     with without_modes(), torch.no_grad():
+        if local.counts_messages:
+            first = _Run(local, local.origin).record(function, flat, _on_device(flat, local.origin), tree)
+            if not any(has_trait(call.op, "per_device") for call in first.calls):
+                return _write(local, flat, (), [first])  # other devices send nothing either
         while True:
             axes, runs = apart([*differ, *(a for n in queried for a in n.axes)]), []
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
-                inputs = [
-                    x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, at)
-                    for x in flat
-                ]
+                inputs = _on_device(flat, coords)
                 numbers = [local_value(n, coords) for n in queried]
                 key, device = repr((inputs, numbers)), tuple(coords.values())
                 if key not in kinds:
@@ -64,6 +65,13 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
             queried |= runs[-1].queried
     _check(local, list({id(run): run for run in runs}.values()))
     return _write(local, flat, axes, runs)
+
+
+def _on_device(flat: Sequence[Any], coords: Coords) -> list[Any]:
+    """Returns the arguments on one device, with shapes in place of variables."""
+    return [
+        x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, coords) for x in flat
+    ]
 
 
 @dataclass(frozen=True)
