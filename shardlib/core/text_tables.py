@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from shardlib.core.name_patterns import group_names, strip_numbers
+
 
 def format_si(n: float, unit: str) -> str:
     """Formats a count with a decimal prefix: `11.4 MB`."""
@@ -30,41 +32,20 @@ def fold_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{name} x {n}" if n > 1 else name, *rest) for name, n, rest in group_names(rows)]
 
 
-def group_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Merges rows whose first cells differ only by an index; returns each name with stars, its rows, other cells."""
-    groups: dict[tuple[str, ...], list[list[str]]] = {}
-    for name, *rest in rows:
-        parts = re.split(r"(?<=\[)(\d+)(?=\])|(?<=\.)(\d+)(?=\.|$)", name)
-        words = [part for part in parts if part is not None]
-        pattern = "".join("*" if word.isdecimal() else word for word in words)
-        groups.setdefault((pattern, *rest), []).append(words)
-    return [(_merge_names(names), len(names), tuple(rest)) for (_, *rest), names in groups.items()]
-
-
-def _merge_names(names: Sequence[Sequence[str]]) -> str:
-    """Joins the words that all names share, with a star for the others."""
-    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*names, strict=True))
-
-
 @dataclass(frozen=True)
 class Row:
-    """One line: its cells, and its depth. A row of one cell spans all columns."""
+    """One line: a head, figures and a note, and its depth. A row of one cell spans all columns."""
 
     cells: tuple[str, ...]
     depth: int = 0
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """The cells without numbers: equal for lines that repeat for another layer."""
+        """The cells without numbers in head and note: equal for lines that repeat for another layer."""
         if len(self.cells) == 1:
             return self.cells
-        head, kind, *rest = self.cells
-        return (strip_numbers(head), kind, *map(strip_numbers, rest))
-
-
-def strip_numbers(text: str) -> str:
-    """Removes the numbers of nodes and layers from names: `mm_3` is `mm`, `layers[3].w1` is `layers[#].w1`."""
-    return re.sub(r"(?<=\w)_\d+\b", "", re.sub(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.)", "#", text))
+        head, *figures, note = self.cells
+        return (strip_numbers(head), *figures, strip_numbers(note))
 
 
 _LONGEST = 400  # lines of one block
@@ -76,17 +57,13 @@ def fold_rows(rows: Sequence[Row]) -> list[Row]:
     shapes = [ids.setdefault(row.shape, len(ids)) for row in rows]
     heads = [len(row.cells) == 1 for row in rows]
     out: list[Row] = []
-    i = 0
-    while i < len(rows):
-        period, times = best_repeat(shapes, i, heads)
-        if times < 2:
-            out.append(rows[i])
-            i += 1
-            continue
+    for i, period, times in find_repeats(shapes, heads):
         block, last = rows[i : i + period], rows[i + (times - 1) * period : i + times * period]
+        if times == 1:
+            out += block
+            continue
         out.append(Row((f"{times} times{_difference(block, last)}:",), min(r.depth for r in block)))
         out += [Row(r.cells, r.depth + 1) for r in block]
-        i += period * times
     return out
 
 
@@ -96,12 +73,25 @@ def indent_rows(rows: Sequence[Row]) -> list[str]:
     return ["  " * (r.depth + 1) + r.cells[0] if len(r.cells) == 1 else next(lines) for r in rows]
 
 
-def best_repeat(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
-    """Returns period and number of the repeats from line `i` that save most lines.
+def find_repeats(keys: Sequence[int], heads: Sequence[bool]) -> Iterator[tuple[int, int, int]]:
+    """Splits a sequence into repeated blocks; yields the start of each, its period, and how often it stands there.
 
-    A block with a heading starts with one.
+    `heads` marks headings: a block that has one starts with one. An item without repeats is a block of its own.
+
+    Example:
+        >>> list(find_repeats([1, 2, 1, 2, 3], [False] * 5))
+        [(0, 2, 2), (4, 1, 1)]
     """
-    best, saved = (0, 0), 1
+    i = 0
+    while i < len(keys):
+        period, times = _best_repeat(keys, i, heads)
+        yield i, period, times
+        i += period * times
+
+
+def _best_repeat(shapes: Sequence[int], i: int, heads: Sequence[bool]) -> tuple[int, int]:
+    """Returns period and number of the repeats from item `i` that save most items; (1, 1) without repeats."""
+    best, saved = (1, 1), 1
     for j in range(i + 1, min(i + _LONGEST, (i + len(shapes)) // 2 + 1)):
         if heads[j] and not heads[i]:
             break

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from shardlib.core.name_patterns import star
 from shardlib.nn.head_factors import shard_factors
-from shardlib.nn.spec_table import numberless
 from shardlib.sharding.grammar import SpecDim
 from shardlib.sharding.spec import Spec, parse
 
@@ -53,14 +53,14 @@ def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int
     Query heads are grouped by the key and value head that they read, so that head is the first factor. If heads have no
     common size (multi-head latent attention: DeepSeek-AI 2024, arXiv:2405.04434), each projection has all heads.
     """
-    styles = {numberless(key): SAME.get(style, style) for key, style in table.items()}
+    styles = {star(key): SAME.get(style, style) for key, style in table.items()}
     by_name: dict[str, tuple[int, ...]] = {}
     for name, part in module.named_modules():
         size, count = _first_number(part, HEAD), _first_number(part, HEADS)
         widths = {}
         for key, x in part.named_children():
             at, weight = f"{name}.{key}" if name else key, getattr(x, "weight", None)
-            style = styles.get(numberless(at))
+            style = styles.get(star(at))
             if style in ("colwise", "rowwise") and isinstance(weight, Tensor) and weight.dim() == 2:
                 widths[at] = weight.shape[0 if style == "colwise" else 1]
         if size is not None:
@@ -102,17 +102,17 @@ def specs_of(
         >>> {name: str(spec) for name, spec in specs_of({"*.up": "colwise"}, tensors, "tensor").items()}
         {'0.up.base.weight': 'out@tensor _', '0.up.lora_A.weight': '_ _', '0.up.lora_B.weight': 'out@tensor _'}
     """
-    by_pattern = {numberless(key): style for key, style in table.items()}
+    by_pattern = {star(key): style for key, style in table.items()}
     largest: dict[str, Tensor] = {}  # the weight of each module in the table
     owners: dict[str, str] = {}
     for name, x in tensors.items():
-        at = next((at for at in _prefixes(name) if numberless(at) in by_pattern), None)
+        at = next((at for at in _prefixes(name) if star(at) in by_pattern), None)
         if at is not None and x.dim():
             owners[name] = at
             largest[at] = max(x, largest.get(at, x), key=lambda y: (y.numel(), y.dim()))
     specs = {}
     for name, at in owners.items():
-        style, x = by_pattern[numberless(at)], tensors[name]
+        style, x = by_pattern[star(at)], tensors[name]
         cut = CUTS.get(SAME.get(style, style))
         if cut is not None:
             factors = heads.get(at, ())

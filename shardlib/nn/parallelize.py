@@ -31,6 +31,7 @@ from torch import jit, nn
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.errors import ShardingError
+from shardlib.core.name_patterns import star
 from shardlib.core.torch_internals.strided_only import refuse_dtensors
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.forward import Batch, Forward
@@ -43,7 +44,7 @@ from shardlib.nn.parameters import (
     retie,
 )
 from shardlib.nn.place_parameters import Placer
-from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
+from shardlib.nn.spec_table import match_table, matches, refuse_table
 from shardlib.nn.stage_patterns import run_on_stages
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy
 from shardlib.nn.suggest import propose_specs
@@ -171,7 +172,7 @@ def _default_specs(
         by_name = {at: x.tensor for x in tensors for at in x.names}
         heads = hf_tp_plan.heads_of(module, table)
         specs = hf_tp_plan.specs_of(table, by_name, inner[0], mesh.axes[inner[0]], heads)
-        if specs and all(numberless(name) == name for name in specs):
+        if specs and all(star(name) == name for name in specs):
             specs = {**_suggest_layers(module, mesh, inner[0], specs), **specs}
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
     wrong = [f"nothing says what {axis!r} shards" for axis in mesh.axes if axis not in used]

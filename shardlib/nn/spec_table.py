@@ -76,11 +76,6 @@ def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
-def numberless(name: str, count: int = 0) -> str:
-    """Returns the name with `*` for its numbers (`h.*.mlp.*.w1`), or for the first `count` of them."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=count)
-
-
 def _describe_near_match(pattern: str, names: list[str], buffers: list[str]) -> str:
     """Describes the buffer that a pattern matches, or the nearest name."""
     if matched := [name for name in buffers if matches(pattern, name)]:

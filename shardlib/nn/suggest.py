@@ -25,13 +25,14 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.core.errors import NoProgramError, ShardingError
+from shardlib.core.name_patterns import star
 from shardlib.core.text_tables import format_si
 from shardlib.frontend.hazards.constant_values import answer_by_example
 from shardlib.frontend.hazards.rng_state import RandomStates
 from shardlib.jit.jit import jit
 from shardlib.nn.head_factors import shard_factors
 from shardlib.nn.parameters import list_named
-from shardlib.nn.spec_table import matches, numberless
+from shardlib.nn.spec_table import matches
 from shardlib.nn.strategies import TENSOR
 from shardlib.sharding.mesh.mesh import Mesh
 
@@ -173,7 +174,7 @@ def _kinds(graph: Graph, propagation: Propagation, weights: Mapping[str, Value],
                     parts[leaf].setdefault(name, (d, i))
     similar: dict[frozenset[tuple[str, Part]], list[DimFactor]] = defaultdict(list)
     for leaf, own in parts.items():
-        similar[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
+        similar[frozenset((star(name), part) for name, part in own.items())].append(leaf)
     weight_factors = [{propagation.dims.find(x) for x in propagation.dim_factors(v)} for v in weights.values()]
     kinds = []
     for leaves in similar.values():
@@ -342,7 +343,7 @@ def _summed_over(op: Op, at: int, leaves: set[DimFactor], propagation: Propagati
 def _generalize(name: str, table: Mapping[str, str], names: Collection[str]) -> str:
     """Returns the pattern that matches the most names with the same spec: `*` for no number, the first, or all."""
     counts = {}
-    for pattern in (name, numberless(name, 1), numberless(name)):
+    for pattern in (name, star(name, 1), star(name)):
         matched = [x for x in names if matches(pattern, x)]
         if {table.get(x) for x in matched} == {table[name]}:
             counts[pattern] = len(matched)

@@ -16,7 +16,8 @@ from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.byte_sizes import nbytes
 from shardlib.core.cached import cache_weakly, lazy_property
 from shardlib.core.errors import ShardingError
-from shardlib.core.text_tables import format_si, strip_numbers
+from shardlib.core.name_patterns import star, strip_numbers
+from shardlib.core.text_tables import format_si
 from shardlib.core.torch_internals.batched_grad import batch_all_outputs
 from shardlib.core.torch_internals.numpy_bridge import convert_arrays, share_an_element
 from shardlib.core.torch_internals.strided_only import as_bytes, refuse_unstrided
@@ -36,7 +37,10 @@ q, k, _ = qkv.chunk(3, -1)
         (format_si(11_421_708, "B"), "11.4 MB"),
         (format_si(96, "B"), "96 B"),
         (strip_numbers("mm_3"), "mm"),
-        (strip_numbers("layers[3].w1"), "layers[#].w1"),
+        (strip_numbers("layers[3].w1"), "layers[*].w1"),
+        (strip_numbers("block2 (8 heads)"), "block2 (* heads)"),
+        (star("opt.state[3.weight].step"), "opt.state[*.weight].step"),
+        (star("w1.py:42"), "w1.py:42"),
         (nbytes("25MiB", "bucket"), 26214400),
         (nbytes("1.5 GB", "cap"), 1500000000),
         (nbytes(512, "memory"), 512),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from shardlib.compiler.plan.names import shorten
 from shardlib.compiler.plan.page.write_page import page_text, write_page
 from shardlib.compiler.program.steps import Compute
+from shardlib.core.name_patterns import strip_numbers
 from shardlib.core.source_lines import Line, format_path_line
-from shardlib.core.text_tables import fold_names, format_si, format_table, strip_numbers
+from shardlib.core.text_tables import fold_names, format_si, format_table
 from shardlib.sharding.mesh.machine import Machine
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
+
+from shardlib.core.name_patterns import restore_indices, star
 
 INPUT, STATE, OUTPUT = "input", "optimizer state", "output"
 
@@ -83,21 +85,7 @@ class Group:
         return f"{path}: {role}" if tensors and role not in ("", "weight") else path
 
     def _restore(self, pattern: str) -> str:
-        """Replaces each star by the index that the paths of all items have there, if they have one."""
-        columns = zip(*(_STAR.findall(item.path) for item in self.items), strict=False)
-        indices = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
-        return re.sub(r"\*", lambda _: next(indices), pattern)
-
-
-@lru_cache(maxsize=1 << 14)
-def star(path: str) -> str:
-    """Returns a path with a star for every index.
-
-    Example:
-        >>> star("model.layers.3.wq"), star("params.layers[3].wq"), star("0.weight")
-        ('model.layers.*.wq', 'params.layers[*].wq', '*.weight')
-    """
-    return _INDEX.sub("*", path)
+        return restore_indices(pattern, (item.path for item in self.items))
 
 
 def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: star(item.path)) -> tuple[Group, ...]:
@@ -188,7 +176,4 @@ def _joined(groups: Sequence[Group], i: int) -> Group:
     return Group(".".join([*first[:i], both, *first[i + 1 :]]), tuple(item for g in groups for item in g.items), True)
 
 
-_INDEX_PATTERN = r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=[.\]]|$)|^\d+(?=\.|$)"
-_INDEX = re.compile(_INDEX_PATTERN)
-_STAR = re.compile(rf"{_INDEX_PATTERN}|\*")  # an index, or the star of one
 _WORD = re.compile(r"\.?[^.\[\]]+|\[[^\]]*\]")

@@ -80,8 +80,3 @@ def dtensor_placements(compiled: Compiled) -> dict[str, tuple[Any, ...]]:
             remedy="give these inputs other specs",
         )
     return placements
-
-
-def numberless(name: str) -> str:
-    """Returns a name with a star for each number: `layers.0.weight` to `layers.*.weight`."""
-    return ".".join("*" if word.isdecimal() else word for word in name.split("."))

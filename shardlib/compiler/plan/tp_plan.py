@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
-from shardlib.compiler.plan.module_tensors import innermost_module, is_same_tensor, module_names, numberless, origins
+from shardlib.compiler.plan.module_tensors import innermost_module, is_same_tensor, module_names, origins
 from shardlib.compiler.program.steps import Compute, Var
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.core.errors import ShardingError
+from shardlib.core.name_patterns import star
 from shardlib.sharding.layout import ShardSizes
 
 LINEAR = ("weight", "bias")  # parameters that are styled by their module's name; others by their own
@@ -37,7 +38,7 @@ class _Weight:
     @property
     def key(self) -> str:
         head, _, last = self.name.rpartition(".")
-        return numberless(head if last in LINEAR else self.name)
+        return star(head if last in LINEAR else self.name)
 
     @property
     def rank(self) -> int:

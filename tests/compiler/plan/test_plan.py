@@ -327,8 +327,12 @@ def test_fold(lines: str, folded: str) -> None:
     assert " ".join(texts) == folded
 
 
-def test_fold_keeps_what_differs_by_type() -> None:
-    assert len(fold_rows([Row(("mm_1", "f32[1]")), Row(("mm_2", "f32[2]")), Row(("mm_3", "f32[1]"))])) == 3
+@pytest.mark.parametrize("figures", [("f32[1]", "f32[2]"), ("2 kB", "3 kB")])
+def test_fold_keeps_lines_with_other_figures(figures: tuple[str, str]) -> None:
+    a, b = figures
+    rows = [Row((f"mm_{i}", figure, "sum over h.0")) for i, figure in enumerate((a, b, a))]
+    assert fold_rows(rows) == rows
+    assert len(fold_rows([Row((f"mm_{i}", a, f"sum over h.{i}")) for i in range(3)])) == 2
 
 
 def test_fold_names_stars_only_what_varies() -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, Plan
-from shardlib.compiler.plan.groups import Item, group, group_to_fit, join_siblings, largest, star
+from shardlib.compiler.plan.groups import Item, group, group_to_fit, join_siblings, largest
 from shardlib.compiler.plan.terminal import highlight
+from shardlib.core.name_patterns import star
 from shardlib.sharding.mesh.machine import Machine
 from tests.models import w1, w1_sharded, zoo
 

@@ -24,8 +24,8 @@ from shardlib.compiler.program.buffers import Lifetime, lifetimes, owners, peak_
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import STREAMS, called
+from shardlib.core.name_patterns import group_names
 from shardlib.core.source_lines import Line
-from shardlib.core.text_tables import group_names
 from shardlib.sharding.mesh.machine import Machine
 
 if TYPE_CHECKING:

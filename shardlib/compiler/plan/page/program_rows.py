@@ -15,8 +15,8 @@ from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.rows import is_shown
 from shardlib.compiler.program.steps import TIERS, Asked, Collective, Compute, Inside, Program, Start, Var
 from shardlib.compiler.simulate.timeline import called
+from shardlib.core.name_patterns import strip_numbers
 from shardlib.core.source_lines import Line, Module
-from shardlib.core.text_tables import strip_numbers
 
 CALL, SMALL, MESSAGE, COPY = "call", "small", "message", "copy"  # small: views, pointwise calls, constants
 
@@ -62,7 +62,7 @@ class ProgramRows:
                 if near and path not in near:
                     path = next((other for other in near if other[0] == record.phase), near[0])
             at = None if record.line is None else (record.line.file, record.line.lineno)
-            key = (record.kind, _pattern(text), *more, at, record.bytes, record.flops)
+            key = (record.kind, strip_numbers(text), *more, at, record.bytes, record.flops)
             leaves.append(Leaf(path, text, key, record))
         return leaves
 
@@ -110,7 +110,7 @@ class ProgramRows:
             return path, text, (self.naming.typed(after),), record
         planned = self.planned[index]
         record = Record(MESSAGE, after, phase, c.line, planned.bytes, 0.0, index, start)
-        more = (self.naming.typed(after), _pattern(planned.reason), planned.backend, planned.form)
+        more = (self.naming.typed(after), strip_numbers(planned.reason), planned.backend, planned.form)
         return path, f"{c.kind}[{axes}] {planned.value}", more, record
 
 
@@ -123,12 +123,6 @@ def _path(phase: str, line: Line | None, inside: tuple[Module, ...]) -> tuple[st
     return (phase, *sections, function) if function else (phase, *sections)
 
 
-def _pattern(text: str) -> str:
-    """Returns a text that is equal for another layer: `mm_3 = mm(h_1, layers_2_w1)` is `mm = mm(h, layers_#_w1)`."""
-    return _NUMBER.sub("#", strip_numbers(text))
-
-
-_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")  # without a letter beside it
 _INNER = re.compile(r"\.<locals>\.<\w+>")  # a comprehension or lambda inside a function
 
 

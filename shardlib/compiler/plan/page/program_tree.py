@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from shardlib.core.text_tables import best_repeat
+from shardlib.core.name_patterns import strip_numbers
+from shardlib.core.text_tables import find_repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +65,15 @@ class TreeBuilder:
         return self._fold(nodes)
 
     def _group(self, text: str, children: list[Node]) -> Node:
-        return Node(text, self._key((re.sub(r"\d+", "#", text), *((c.key, c.times) for c in children))), None, children)
+        return Node(text, self._key((strip_numbers(text), *((c.key, c.times) for c in children))), None, children)
 
     def _fold(self, nodes: list[Node]) -> list[Node]:
         """Replaces repeats of a stretch of nodes by one group."""
         keys = [self._key((node.key, node.times)) for node in nodes]
         out: list[Node] = []
-        i = 0
-        while i < len(nodes):
-            period, times = best_repeat(keys, i, [False] * len(keys))
-            if times < 2:
+        for i, period, times in find_repeats(keys, [False] * len(keys)):
+            if times == 1:
                 out.append(nodes[i])
-                i += 1
                 continue
             block, last = nodes[i : i + period], nodes[i + (times - 1) * period]
             if period == 1 and block[0].leaf is None and block[0].times == 1:
@@ -85,7 +82,6 @@ class TreeBuilder:
                 repeated = self._group(_join_names([node.text for node in block]), block)
             repeated.times, repeated.last = times, last.text if period == 1 else ""
             out.append(repeated)
-            i += period * times
         return out
 
 
