@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.command_line.function_target import plan_function
-from shardlib.command_line.memory_table import memory_table
 from shardlib.command_line.training_step import plan_training_step
 from shardlib.compiler.memory_options import WORDS
+from shardlib.compiler.plan.memory_table import memory_table
 from shardlib.compiler.plan.page.write_page import check_writable
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import clock

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardlib.compiler.plan.page.write_page import page_text, write_page
 from shardlib.compiler.plan.plan import Plan
-from shardlib.compiler.simulate.simulated import clock
-from shardlib.core.text_tables import format_si, format_table
+from shardlib.compiler.plan.totals import EXPOSED, FLOPS, PEAK, SENT, STEP, figures
+from shardlib.core.text_tables import format_table
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.testing.plan_on_meshes import Arguments, plan_on_meshes
+
+_COLUMNS = {SENT, FLOPS, PEAK, STEP, EXPOSED}
 
 
 @dataclass(frozen=True)
@@ -24,24 +26,16 @@ class MeshComparison:
     machine: Machine | None
 
     def __str__(self) -> str:
-        rows = [("mesh", "devices", "sent", "work", "peak memory", *self._seconds_heads)]
+        rows: list[tuple[str, ...]] = []
         for plan in self.plans:
             axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
-            figures = (plan.comm_bytes, "B"), (plan.flops, "FLOP"), (plan.peak_memory, "B")
-            cells = (format_si(value, unit) for value, unit in figures)
-            rows.append((axes, str(plan.mesh.size), *cells, *self._seconds(plan)))
-        return "\n".join([f"{self.plans[0].name}, per device", *format_table(rows)])
+            simulated = None if self.machine is None else plan.simulate(self.machine)
+            cells = {figure.name: figure.amount for figure in figures(plan, simulated) if figure.name in _COLUMNS}
+            rows = rows or [("mesh", "devices", *cells)]
+            rows.append((axes, str(plan.mesh.size), *cells.values()))
+        return "\n".join([f"{self.plans[0].name} on {len(self.plans)} meshes", *format_table(rows)])
 
     __repr__ = __str__
-
-    @property
-    def _seconds_heads(self) -> tuple[str, ...]:
-        return ("simulated", "exposed") if self.machine is not None else ()
-
-    def _seconds(self, plan: Plan) -> Iterator[str]:
-        if self.machine is not None:
-            simulated = plan.simulate(self.machine)
-            yield from (clock(simulated.seconds), clock(simulated.exposed))
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes all plans as one HTML file with a table of the meshes and a selector.
@@ -71,10 +65,10 @@ def compare_meshes(
         >>> x, w = (torch.empty(8192, 8192, device="meta") for _ in range(2))
         >>> meshes = [sl.Mesh.abstract(data=8, tensor=1), sl.Mesh.abstract(data=2, tensor=4)]
         >>> sl.compare_meshes(step, meshes, args=(x, w))
-        <lambda>, per device
-        mesh              devices  sent  work       peak memory
-        data=8, tensor=1  8        7 B   137 GFLOP  336 MB
-        data=2, tensor=4  8        7 B   137 GFLOP  235 MB
+        <lambda> on 2 meshes
+        mesh              devices  sent per device  FLOPs per device  peak memory
+        data=8, tensor=1  8        7 B              137 GFLOP         336 MB
+        data=2, tensor=4  8        7 B              137 GFLOP         235 MB
     """
     plans = plan_on_meshes("compare_meshes", step, meshes, args)
     comparison = MeshComparison(plans, None if machine is None else Machine.convert(machine))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.command_line import memory_table
 from shardlib.command_line.main import main
 from shardlib.command_line.plan_command import parse_axes
+from shardlib.compiler.plan import memory_table
 from shardlib.compiler.program.steps import Compute
 from tests.command_line.transformers_configs import CASES
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shardlib as sl
-from shardlib.command_line import memory_table
 from shardlib.command_line.training_step import PlannedStep, plan_training_step
+from shardlib.compiler.plan import memory_table
 from tests.command_line.transformers_configs import CASES
 
 QUICK = ("llama", "mixtral", "t5", "vit")

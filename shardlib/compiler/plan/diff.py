@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.plan.names import shorten
 from shardlib.compiler.plan.page.write_page import page_text, write_page
+from shardlib.compiler.plan.totals import figures
 from shardlib.compiler.program.steps import Compute
 from shardlib.core.name_patterns import strip_numbers
 from shardlib.core.source_lines import Line, format_path_line
@@ -27,7 +28,7 @@ Spot = tuple[str, str, int, bool]  # a line: its file, its text, its rank among 
 
 @dataclass(frozen=True)
 class Total:
-    """A figure per device of both plans: bytes sent, FLOPs, redundant FLOPs, or peak memory."""
+    """A figure of both plans (`compiler/plan/totals`); 0 for a plan without it."""
 
     figure: str
     unit: str
@@ -103,7 +104,7 @@ class PlanDiff:
         heading = self.before if self.before == self.after else f"{self.before}\n-> {self.after}"
         if not self:
             return f"{heading}\n\nnothing changed: layouts, collectives, FLOPs and memory are the same"
-        parts = [[heading], format_table([("per device", "before", "after", ""), *(t.cells for t in self.totals)])]
+        parts = [[heading], format_table([("totals", "before", "after", ""), *(t.cells for t in self.totals)])]
         for title, rows in (("inputs", self.inputs), ("outputs", self.outputs)):
             cells = [(f"  {name}", a or "not there", f"-> {b or 'not there'}") for name, a, b in fold_names(rows)]
             parts += [[title, *format_table(cells)]] if cells else []
@@ -153,13 +154,8 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:
-    figures: tuple[tuple[str, str, Callable[[Plan], float]], ...] = (
-        ("sent", "B", lambda plan: plan.comm_bytes),
-        ("work", "FLOP", lambda plan: plan.flops),
-        ("redundant", "FLOP", lambda plan: sum(r.flops for r in plan.redundant)),
-        ("peak memory", "B", lambda plan: plan.peak_memory),
-    )
-    return tuple(Total(name, unit, float(get(before)), float(get(after))) for name, unit, get in figures)
+    was, now = ({(x.name, x.unit): float(x.value) for x in figures(plan)} for plan in (before, after))
+    return tuple(Total(*key, was.get(key, 0.0), now.get(key, 0.0)) for key in was | now)
 
 
 def _share(before: float, after: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan import exports
+from shardlib.compiler.plan.brief_text import brief_text
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.items import Items
@@ -21,9 +22,9 @@ from shardlib.compiler.plan.plain_data import plan_dict
 from shardlib.compiler.plan.plan_warnings import PlanWarning, plan_warnings
 from shardlib.compiler.plan.planned_collective import PlannedCollective, planned_collectives
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
-from shardlib.compiler.plan.rows import Rows, full_text, totals
-from shardlib.compiler.plan.summary import summarize
+from shardlib.compiler.plan.rows import Rows, full_text
 from shardlib.compiler.plan.terminal import show, text_width
+from shardlib.compiler.plan.totals import sent_bytes, totals
 from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
@@ -82,8 +83,9 @@ class Plan(exports.Exports):
 
     @property
     def comm_bytes(self) -> float:
-        """Wire bytes that one device sends in one call (ring algorithms); of a pipeline, the sum over its stages."""
-        return float(sum(c.bytes for c in self.compiled.program.collectives))
+        """Wire bytes that one device sends by collectives in one call (ring algorithms); of a pipeline, the most on any
+        stage."""
+        return max(map(sent_bytes, self.programs))
 
     @cached_property
     def flops(self) -> float:
@@ -281,7 +283,7 @@ class Plan(exports.Exports):
         return "\n".join([*format_table(rows), *lines])
 
     def __repr__(self) -> str:
-        count = len(self.compiled.program.collectives)
+        count = len(max(self.programs, key=sent_bytes).collectives)
         return (
             f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, "
             f"{format_si(self.comm_bytes, 'B')} sent per device, peak memory {format_si(self.peak_memory, 'B')}>"
@@ -301,7 +303,7 @@ class Plan(exports.Exports):
         if detail != "brief":
             problem = f"the plan of {self.name} has no text with detail={detail!r}"
             raise ShardingError(problem, remedy='detail="brief" or detail="full"')
-        return summarize(self, width or text_width())
+        return brief_text(self, width or text_width())
 
     def show(self) -> None:
         """Prints `text()` by rich: in color on a terminal."""

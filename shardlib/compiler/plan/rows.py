@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -14,10 +13,7 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming, shorten
-from shardlib.compiler.plan.redundant_work import sentence
-from shardlib.compiler.program import flops
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
-from shardlib.compiler.propagate.solver.lower_bound import lower_bound
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si, format_table, indent_rows
@@ -26,7 +22,6 @@ from shardlib.primitives.debug_print import OP as PRINT
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
-_OPS = 4  # rematerialized ops that are named
 _LONG = 8  # most values of one message that are listed one by one
 
 
@@ -129,90 +124,3 @@ def full_text(plan: Plan) -> str:
     if (pipeline := plan.pipeline) is not None:
         parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
     return "\n\n".join("\n".join(part) for part in parts)
-
-
-def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the table of a plan's collectives by kind, axes and backend, and lines on its other costs."""
-    counts: Counter[tuple[str, ...]] = Counter()
-    sizes: Counter[tuple[str, ...]] = Counter()
-    across: Counter[tuple[str, ...]] = Counter()
-    reasons: dict[str, None] = {}
-    forms = backends.crossings(plan.compiled.program)
-    for c in plan.compiled.program.collectives:
-        choice, form = backends.of_collective(c, plan.mesh), forms.get(c)
-        key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "", form.name if form else "")
-        counts[key] += 1
-        sizes[key] += c.bytes  # type: ignore[assignment]
-        across[key] += form.across if form else 0  # type: ignore[assignment]
-        reasons |= {str(choice): None} if choice else {}
-    rows: list[tuple[str, ...]] = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
-    rows += [(*key[:2], str(counts[key]), format_si(sizes[key], "B"), key[2]) for key in sorted(counts)]
-    rows.append(("total", "", str(sum(counts.values())), format_si(plan.comm_bytes, "B"), ""))
-    if forms:
-        cells = [(key[3], format_si(across[key], "B") if key[3] else "") for key in sorted(counts)]
-        cells = [("form", "leaves each machine"), *cells, ("", format_si(across.total(), "B"))]
-        rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
-    lines = sorted(reasons)
-    lines.append(f"per device: {format_si(plan.flops, 'FLOP')}, peak memory {format_si(plan.peak_memory, 'B')}")
-    lines += _host_lines(plan)
-    lines += filter(None, [sentence(plan.redundant, flops.flops(plan.compiled.program))])
-    lines += _backward_lines(plan)
-    lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
-    return rows, lines
-
-
-def notes(plan: Plan) -> list[str]:
-    """Returns lines on copies to the host, parts of rows, values kept or computed again, and a search that stopped."""
-    return [*_host_lines(plan), *_backward_lines(plan)]
-
-
-def _host_lines(plan: Plan) -> list[str]:
-    program, lines = plan.compiled.program, list[str]()
-    if program.copied:
-        sent = format_si(sum(c.source.nbytes for c in program.copied), "B")
-        lines.append(f"in the host's memory: at most {format_si(plan.host_memory, 'B')}, {sent} copied there and back")
-    if parts := [c.out.part for c in program.collectives if c.out.part is not None]:
-        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
-    return lines
-
-
-def _backward_lines(plan: Plan) -> list[str]:
-    lines = []
-    if (halves := plan.compiled.halves) is not None:
-        n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
-        lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {format_si(held, 'B')}")
-    return [*lines, *filter(None, [_recomputed(plan), _stopped(plan)])]
-
-
-def _stopped(plan: Plan) -> str:
-    """Reports the gap to a lower bound, if the search ran out of time."""
-    search = plan.compiled.search
-    if search is None or not search.effort.stopped:
-        return ""
-    bound = lower_bound(search, brief=True)
-    return (
-        f"the search stopped after {search.effort.spent:.2g} s, as counted, of at most {search.effort.limit:.2g}: the "
-        f'estimated time is {100 * bound.gap:.2g} % above a lower bound (planning="best" goes on)'
-    )
-
-
-def _recomputed(plan: Plan) -> str:
-    """Reports values that the backward pass recomputes, and the cost."""
-    if (again := plan.compiled.recomputed) is None:
-        return ""
-    waits = (
-        f"{again.moved} value{'s wait' if again.moved > 1 else ' waits'} in the host's memory" if again.moved else ""
-    )
-    if not again.values:
-        return f"{again.request}: {waits or 'nothing is made again'}"
-    ops = [f"{op} x {n}" for op, n in Counter(again.ops).most_common(_OPS)]
-    ops += ["..."] if len(again.ops) > _OPS else []
-    freed = f"{again.values} values ({', '.join(ops)}), {format_si(again.nbytes, 'B')} less"
-    cost = f"{format_si(again.flops, 'FLOP')} more"
-    n = again.collectives
-    sent = f", {n} collective{'s' * (n != 1)} more ({format_si(again.sent, 'B')})" if n else ""
-    more, kept = "", again.kept_peak
-    if kept is not None and plan.peak_memory > kept:
-        more = f"; the peak is higher for it, {format_si(plan.peak_memory, 'B')} instead of {format_si(kept, 'B')}"
-    more += waits and f"; {waits}"
-    return f"{again.request}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from shardlib.compiler.plan.summary import WIDTH
+from shardlib.compiler.plan.brief_text import WIDTH
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan

@@ -23,11 +23,12 @@ def test_another_mesh() -> None:
 mlp on data=2, tensor=4 (8 devices, abstract)
 -> mlp on data=4, tensor=2 (8 devices, abstract)
 
-per device   before     after
-sent         3.07 kB    1.02 kB    -66.7 %
-work         132 kFLOP  132 kFLOP  as before
-redundant    0 FLOP     0 FLOP     as before
-peak memory  38.9 kB    69.6 kB    +78.9 %
+totals            before     after
+sent per device   3.07 kB    1.02 kB    -66.7 %
+collectives       1          1          as before
+FLOPs per device  132 kFLOP  132 kFLOP  as before
+redundant FLOPs   0 FLOP     0 FLOP     as before
+peak memory       38.9 kB    69.6 kB    +78.9 %
 
 program (- gone, + new, ~ other bytes)
   tests/compiler/plan/test_plan.py:{LINE + 2}  return hidden @ down
@@ -43,11 +44,12 @@ def test_an_annotation_less() -> None:
         == f"""\
 mlp on data=2, tensor=4 (8 devices, abstract)
 
-per device   before     after
-sent         3.07 kB    6.14 kB    +100 %
-work         132 kFLOP  263 kFLOP  +100 %
-redundant    0 FLOP     132 kFLOP  new
-peak memory  38.9 kB    45.1 kB    +15.8 %
+totals            before     after
+sent per device   3.07 kB    6.14 kB    +100 %
+collectives       1          1          as before
+FLOPs per device  132 kFLOP  263 kFLOP  +100 %
+redundant FLOPs   0 FLOP     132 kFLOP  new
+peak memory       38.9 kB    45.1 kB    +15.8 %
 
 inputs
   x  f32[batch=16@data, embed=64]  -> f32[16, embed=64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,15 @@ import shardlib as sl
 from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.plan.stage_modules import _block, _ranges
-from shardlib.compiler.program.buffers import owners
+from shardlib.compiler.plan.totals import figures
+from shardlib.compiler.program.buffers import owners, peak_bytes
+from shardlib.compiler.program.flops import flops
 from shardlib.compiler.program.steps import Compute, Program, makes, reads
 from shardlib.compiler.stages.fragment_tags import fragment_order, fragments_of
 from shardlib.compiler.stages.fragments import Fragment
 from shardlib.compiler.stages.staged import Staged
 from shardlib.compiler.stages.timetable import Timetable, make_timetable
+from shardlib.core.text_tables import format_si
 
 
 class MLP(nn.Module):
@@ -200,6 +204,31 @@ def test_figures_add_up() -> None:
     assert step.peak_memory == plan.peak_memory
     assert "waited for" in str(step)
     assert plan.simulate("a100-40").seconds != step.seconds
+
+
+def test_totals_name_their_stages() -> None:
+    """Figures of one device are those of the stage that has most of each; sums over the program are labeled."""
+    plan = planned(stages=2, data=2)
+    programs = staged(plan).programs
+    sent = [sum(c.bytes for c in p.collectives) for p in programs]
+    flop, held = ([measure(p) for p in programs] for measure in (flops, peak_bytes))
+    assert sent[0] < sum(sent)
+    assert (plan.comm_bytes, plan.flops, plan.peak_memory) == (max(sent), max(flop), max(held))
+    most = {"sent per device": sent, "FLOPs per device": flop, "peak memory": held}
+    assert {x.name: (x.value, x.where) for x in figures(plan) if x.name in most} == {
+        name: (max(each), f"stage {each.index(max(each))} has most") for name, each in most.items()
+    }
+    assert [x.where for x in figures(plan) if x.name == "redundant FLOPs"] == ["all stages"]
+    lines = [re.split(r"  +", line) for line in plan.full.splitlines()]
+    assert ["collective", "axes", "times", "wire bytes per device, all stages"] in lines
+    assert ["total", f"{len(plan.collectives)}", format_si(sum(sent), "B")] in lines
+    (line,) = (line for line in plan.full.splitlines() if line.startswith("per device: "))
+    assert [part.partition(" (")[2] for part in line.split(", ")] == [
+        f"stage {each.index(max(each))} has most)" + more for each, more in ((sent, " sent"), (flop, ""), (held, ""))
+    ]
+    heads = {line.partition("  ")[0]: line for line in plan.text(width=120).splitlines()}
+    assert [heads[name].split()[-1] for name in most] == ["most)"] * 3
+    assert "all stages" in heads["inputs"]
 
 
 def test_messages_per_pair() -> None:

@@ -5,7 +5,6 @@ Tables hold repeats of a layer once, with their number. Seconds of events are in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple
 from functools import cached_property
 from itertools import groupby
@@ -19,7 +18,7 @@ from shardlib.compiler.plan.page.program_tree import Node, TreeBuilder, walk
 from shardlib.compiler.plan.page.source_lines import SourceLines
 from shardlib.compiler.plan.page.tables import Strings
 from shardlib.compiler.plan.phases import step_phases
-from shardlib.compiler.plan.rows import totals
+from shardlib.compiler.plan.totals import figures, totals
 from shardlib.compiler.program.buffers import Lifetime, lifetimes, owners, peak_bytes
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes
 from shardlib.compiler.simulate.simulated import Simulated
@@ -51,7 +50,7 @@ class PlanData:
             "heading": plan.heading,
             "name": plan.name,
             "mesh": ", ".join(f"{axis}={n}" for axis, n in plan.mesh.shape.items()),
-            "totals": [*self._totals()],
+            "totals": [astuple(figure) for figure in figures(plan, self.simulated)],
             "kinds": table,
             "notes": notes,
             "inputs": self._inputs(),
@@ -73,20 +72,6 @@ class PlanData:
         return self._layouts.setdefault(text, (len(self._layouts), var))[0]
 
     # Figures ----------------------------------------------------------------------------------------------------------
-
-    def _totals(self) -> Iterator[tuple[str, float, str]]:
-        """Yields figure, value and unit."""
-        plan = self.plan
-        yield "sent per device", plan.comm_bytes, "B"
-        yield "collectives", len(plan.compiled.program.collectives), ""
-        yield "work per device", plan.flops, "FLOP"
-        yield "redundant work", sum(r.flops for r in plan.redundant), "FLOP"
-        yield "peak memory", plan.peak_memory, "B"
-        if plan.host_memory:
-            yield "in the host's memory", plan.host_memory, "B"
-        if self.simulated is not None:
-            yield "simulated step", self.simulated.seconds, "s"
-            yield "exposed communication", self.simulated.exposed, "s"
 
     def _redundant(self) -> dict[str, Any]:
         columns = {"op": str, "line": int, "backward": int, "flops": float, "bytes": int, "copies": int, "axes": str}

