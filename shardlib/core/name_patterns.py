@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 
 _INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\]])")  # a number that is a whole word of a path
 _INDEX_OR_STAR = re.compile(rf"{_INDEX.pattern}|\*")
@@ -21,16 +22,52 @@ def star(name: str, count: int = 0) -> str:
     return _INDEX.sub("*", name, count=count)
 
 
-def restore_indices(pattern: str, names: Iterable[str]) -> str:
+def restore_indices(pattern: str, names: Sequence[str], rivals: Iterable[Sequence[str]] = ()) -> str:
     """Replaces each star of a pattern by the index that all names have at this place, if they have one.
+
+    `rivals` are groups of other names that fit the pattern. Indices are listed at a place where rivals have more.
 
     Example:
         >>> restore_indices("h.*.mlp.*", ["h.0.mlp.1.up", "h.0.mlp.2.up"])
         'h.0.mlp.*'
+        >>> restore_indices("h.*.w", ["h.0.w", "h.1.w", "h.2.w", "h.5.w"], [["h.3.w", "h.4.w"]])
+        'h.{0-2,5}.w'
     """
-    columns = zip(*map(_INDEX_OR_STAR.findall, names), strict=False)
-    indices = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
-    return re.sub(r"\*", lambda _: next(indices), pattern)
+    others = [_columns(rival) for rival in rivals]
+    words = []
+    for i, column in enumerate(_columns(names)):
+        has_all = all(i >= len(other) or other[i] <= column for other in others)
+        words.append(next(iter(column)) if len(column) == 1 else "*" if has_all else _list_indices(column))
+    indices = iter(words)
+    return _INDEX_OR_STAR.sub(lambda _: next(indices), pattern)
+
+
+def _columns(names: Iterable[str]) -> list[set[str]]:
+    """Returns the indices of names, by their place."""
+    return [{*column} for column in zip(*map(_INDEX_OR_STAR.findall, names), strict=False)]
+
+
+def _list_indices(indices: Iterable[str], most: int = 3) -> str:
+    """Returns `{0-2,5}`, at most `most` words; three and more successive indices are joined."""
+    numbers = sorted(int(index) for index in indices if index.isdecimal())
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    words = [w for run in runs for w in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return f"{{{','.join(words if len(words) <= most else [*words[: most - 1], '...'])}}}"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Joins alternatives: `{wq,wk}`, and `result[{0,1}]` for words with one stem.
+
+    Example:
+        >>> join_words(["wq", "wk"]), join_words(["result[0]", "result[1]"]), join_words(["w"])
+        ('{wq,wk}', 'result[{0,1}]', 'w')
+    """
+    if len(words) == 1:
+        return words[0]
+    stem, bracket, _ = words[0].partition("[")
+    if bracket and all(word.startswith(f"{stem}[") and word.endswith("]") for word in words):
+        return f"{stem}[{join_words([word[len(stem) + 1 : -1] for word in words])}]"
+    return f"{{{','.join(words)}}}"
 
 
 def group_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
@@ -38,7 +75,13 @@ def group_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, int, tuple[s
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         groups.setdefault((star(name), *rest), []).append(name)
-    return [(restore_indices(pattern, names), len(names), tuple(rest)) for (pattern, *rest), names in groups.items()]
+    alike: dict[str, list[list[str]]] = {}
+    for (pattern, *_), names in groups.items():
+        alike.setdefault(pattern, []).append(names)
+    return [
+        (restore_indices(pattern, names, (x for x in alike[pattern] if x is not names)), len(names), tuple(rest))
+        for (pattern, *rest), names in groups.items()
+    ]
 
 
 def strip_numbers(text: str) -> str:

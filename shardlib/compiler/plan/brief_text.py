@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from shardlib.compiler.plan.groups import (
+    OUTPUT,
     STATE,
     Group,
     Item,
@@ -17,12 +19,14 @@ from shardlib.compiler.plan.groups import (
     group_to_fit,
     join_siblings,
     largest,
+    set_apart,
 )
 from shardlib.compiler.plan.items import GRADIENT, NEW
 from shardlib.compiler.plan.phases import FORWARD, PHASES
 from shardlib.compiler.plan.plan_warnings import PlanWarning
 from shardlib.compiler.plan.totals import EXPOSED, FLOPS, PEAK, SENT, STEP, Figure, figures, notes, scope, sent_bytes
 from shardlib.compiler.simulate.simulated import clock
+from shardlib.core.name_patterns import star
 from shardlib.core.text_tables import format_si, format_table
 from shardlib.sharding.mesh.machine import Machine
 
@@ -30,7 +34,9 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 LINES, WIDTH = 60, 120  # at most
-_RESULTS, _WARNINGS, _NOTES, _KINDS, _STATE = 3, 9, 4, 3, 4  # lines of sections; kinds of collectives, and of moments
+_RESULTS, _WARNINGS, _NOTES = 9, 9, 4  # lines of sections
+_KINDS, _STATE, _SCALARS = 3, 4, 3  # kinds of collectives and of moments, and scalar results, that have a line
+_ROOT = re.compile(r"\w+(\[\d+\])*")  # `result[0]`
 _NOTE = 26  # columns that a layout or a reason may take from names
 
 
@@ -110,34 +116,59 @@ def _count(n: int, noun: str) -> str:
 
 def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
     items = plan.items.inputs
-    if not items:
-        return ["no inputs"]
-    tensors = [item for item in items if item.phase != STATE]
-    groups: Sequence[Group] = join_siblings(group(tensors))
-    moments = group([replace(item, note="") for item in items if item.phase == STATE])
-    state, rest = largest(moments, _STATE)
-    room = max(limit - len(state) - bool(rest) - 1, 1)
+    return _tensors(plan, "inputs", items, limit, width) if items else ["no inputs"]
+
+
+def _results(plan: Plan, width: int) -> list[str]:
+    items = plan.items.results
+    roles = Counter(role for _, role, _ in plan.items.output_roles.values())
+    also = [f"new values of {_count(roles[NEW], 'input')}"] * bool(roles[NEW])
+    also += [_count(roles[GRADIENT], "gradient")] * bool(roles[GRADIENT])
+    lines = _tensors(plan, "results", items, _RESULTS, width) if items else ["results"] * bool(also)
+    return [*lines, *([f"  and {', '.join(also)}"] if also else [])]
+
+
+def _tensors(plan: Plan, title: str, items: Sequence[Item], limit: int, width: int) -> list[str]:
+    """Returns lines on inputs or results: results of one element, then tensors by module, then each kind of moment."""
+    scalars = [item for item in items if item.phase == OUTPUT and item.kind.endswith("[]")]
+    tensors = [item for item in items if item.phase != STATE and item not in scalars]
+    first, more = largest(_group_tensors(scalars), _SCALARS)
+    state, rest = largest(group([replace(item, note="") for item in items if item.phase == STATE]), _STATE)
+    room = max(limit - len(first) - len(state) - bool(more or rest) - 1, 1)
+    groups = _group_tensors(tensors)
     if len(groups) > room:
-        groups = group_to_fit([_coarse(plan, item) for item in tensors], room)
+        groups = list(group_to_fit([_coarse(plan, item) for item in tensors], room))
     shown, others = largest(groups, room)
-    rows = [("inputs", "type", "", scope(plan) or "per device", "layout")]
-    rows += [*(_tensor(g, g.first.note) for g in shown), *(_tensor(g, _notes(g, items)) for g in state)]
-    return [*_table(rows, width), *_tail([*others, *rest], "tensor")]
+    notes = {item.position: item.note for item in items}
+    rows = [(title, "type", "", scope(plan) or "per device", "layout")]
+    rows += [*(_tensor(g, g.first.note) for g in (*first, *shown)), *(_tensor(g, _notes(g, notes)) for g in state)]
+    return [*_table(rows, width), *_tail([*more, *others, *rest], "tensor")]
+
+
+def _group_tensors(items: Sequence[Item]) -> list[Group]:
+    return join_siblings(set_apart(group(items, _pattern)))
+
+
+def _pattern(item: Item) -> str:
+    """Returns a tensor's path with stars; its place in a tuple of results stays: `result[0].layers[*].w`."""
+    root = _ROOT.match(item.path) if item.phase == OUTPUT else None
+    return star(item.path) if root is None else root[0] + star(item.path[root.end() :])
 
 
 def _tensor(g: Group, note: str) -> tuple[str, str, str, str, str]:
     return f"  {g.name}", g.first.kind, f"x {g.times}" * (g.times > 1), format_si(g.bytes, "B"), note
 
 
-def _notes(g: Group, items: Sequence[Item]) -> str:
+def _notes(g: Group, notes: Mapping[int, str]) -> str:
     """Returns the layout that most moments have: `as its parameter (3 of 4)`."""
-    note, n = Counter(items[item.position].note for item in g.items).most_common(1)[0]
+    note, n = Counter(notes[item.position] for item in g.items).most_common(1)[0]
     return note if n == g.times else f"{note} ({n} of {g.times})"
 
 
 def _coarse(plan: Plan, item: Item) -> Item:
-    """Returns an input with its dtype and axes instead of its shape and layout."""
-    layout = plan.compiled.program.inputs[item.position].layout
+    """Returns a tensor with its dtype and axes instead of its shape and layout."""
+    program = plan.compiled.program
+    layout = program.outputs[item.position].layout if item.phase == OUTPUT else program.inputs[item.position].layout
     axes = " ".join(dict.fromkeys(map(str, layout.axes))) if layout is not None else ""
     return replace(item, kind=item.kind.partition("[")[0], note=f"over {axes}" if axes else "whole")
 
@@ -173,16 +204,6 @@ def _tail(rest: Sequence[Group], noun: str) -> list[str]:
         return []
     n, size = sum(g.times for g in rest), format_si(sum(g.bytes for g in rest), "B")
     return [f"  ... and {_count(n, f'more {noun}')} in {_count(len(rest), 'group')}, {size}: print(plan.full)"]
-
-
-def _results(plan: Plan, width: int) -> list[str]:
-    shown, rest = largest(group_to_fit(plan.items.results, _RESULTS), _RESULTS)
-    rows = [("results", "type", "", scope(plan) or "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
-    roles = Counter(role for _, role, _ in plan.items.output_roles.values())
-    also = [f"new values of {_count(roles[NEW], 'input')}"] * bool(roles[NEW])
-    also += [_count(roles[GRADIENT], "gradient")] * bool(roles[GRADIENT])
-    lines = [*_table(rows, width), *_tail(rest, "tensor")] if shown else ["results"] * bool(also)
-    return [*lines, *([f"  and {', '.join(also)}"] if also else [])]
 
 
 def _warnings(plan: Plan, width: int) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from shardlib.core.name_patterns import restore_indices, star
+from shardlib.core.name_patterns import join_words, restore_indices, star
 
 INPUT, STATE, OUTPUT = "input", "optimizer state", "output"
 
@@ -41,6 +41,7 @@ class Group:
     pattern: str
     items: tuple[Item, ...]
     is_joined: bool = False  # the pattern names all its tensors
+    rivals: tuple[tuple[str, ...], ...] = ()  # the paths of each other group of the same phase and pattern
 
     @property
     def first(self) -> Item:
@@ -78,14 +79,24 @@ class Group:
         if self.is_joined:
             return self.pattern
         role = self.first.role
-        tensors = list(dict.fromkeys(star(item.path) for item in self.items if item.is_tensor))
+        tensors = self.tensors
         if len(tensors) > 1:
             return f"{self.path}: {len(tensors)} {role or 'tensor'}s"
         path = self._restore(tensors[0]) if tensors else self.path
         return f"{path}: {role}" if tensors and role not in ("", "weight") else path
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The patterns of its tensors: more than one, if `pattern` is cut."""
+        return tuple(dict.fromkeys(star(item.path) for item in self.items if item.is_tensor))
+
     def _restore(self, pattern: str) -> str:
-        return restore_indices(pattern, (item.path for item in self.items))
+        return restore_indices(pattern, self.paths, self.rivals)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the items."""
+        return tuple(item.path for item in self.items)
 
 
 def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: star(item.path)) -> tuple[Group, ...]:
@@ -102,6 +113,21 @@ def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: star(
     return tuple(Group(pattern, tuple(members)) for (*_, pattern), members in groups.items())
 
 
+def set_apart(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups; those of one phase and pattern get names with their own indices.
+
+    Example:
+        >>> items = [Item("input", f"h.{i}.w", "", f"f32[{8 if i < 3 else 4}]", "", 8.0, i) for i in range(5)]
+        >>> [g.name for g in set_apart(group(items))]
+        ['h.{0-2}.w', 'h.{3,4}.w']
+    """
+    alike: dict[tuple[str, ...], list[Group]] = {}
+    for g in groups:
+        alike.setdefault((g.first.phase, g.first.role, g.pattern, *g.tensors), []).append(g)
+    rivals = {id(g): tuple(r.paths for r in same if r is not g) for same in alike.values() for g in same}
+    return [replace(g, rivals=rivals[id(g)]) if rivals[id(g)] else g for g in groups]
+
+
 def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
     """Groups items by ever shorter paths, until `limit` groups hold all but 2 % of the seconds (or bytes).
 
@@ -114,7 +140,7 @@ def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
         costs = sorted((g.cost for g in groups), reverse=True)
         if len(groups) <= limit or sum(costs[: limit - 1]) >= _MOST * sum(costs):
             break
-    return groups
+    return tuple(set_apart(groups))
 
 
 def largest(groups: Sequence[Group], limit: int) -> tuple[list[Group], list[Group]]:
@@ -151,7 +177,7 @@ _MOST = 0.98  # of the cost
 
 
 def join_siblings(groups: Sequence[Group]) -> list[Group]:
-    """Joins groups of one kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
+    """Joins groups of one phase, kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
 
     Example:
         >>> names = [f"h.{i}.{name}" for i in range(2) for name in ("wq", "wk")]
@@ -165,14 +191,14 @@ def join_siblings(groups: Sequence[Group]) -> list[Group]:
         for g in joined:
             words = g.path.split(".")
             rest = (*words[:i], *words[i + 1 :]) if i < len(words) else (g.path,)
-            alike.setdefault((g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
+            alike.setdefault((g.first.phase, g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
         joined = [_joined(same, i) if len(same) > 1 else same[0] for same in alike.values()]
     return joined
 
 
 def _joined(groups: Sequence[Group], i: int) -> Group:
     first, *_ = words = [g.path.split(".") for g in groups]
-    both = f"{{{','.join(w[i] for w in words)}}}"
+    both = join_words([w[i] for w in words])
     return Group(".".join([*first[:i], both, *first[i + 1 :]]), tuple(item for g in groups for item in g.items), True)
 
 

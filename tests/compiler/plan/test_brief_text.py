@@ -13,12 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import shardlib as sl
 from shardlib import Mesh, Plan
-from shardlib.compiler.plan.groups import Item, group, group_to_fit, join_siblings, largest
+from shardlib.compiler.plan.groups import Item, group, group_to_fit, join_siblings, largest, set_apart
 from shardlib.compiler.plan.terminal import highlight
-from shardlib.core.name_patterns import star
+from shardlib.core.name_patterns import group_names, star
 from shardlib.sharding.mesh.machine import Machine
 from tests.models import w1, w1_sharded, zoo
 
@@ -419,6 +420,28 @@ def test_small_groups_do_not_shorten_paths() -> None:
     assert [g.pattern for g in rest] == ["c.*.y", "d.*.y", "e.*.y", "f.*.y"]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ("aaab", ["h.{0-2}.w", "h.3.w"]),
+        ("aabb", ["h.{0,1}.w", "h.{2,3}.w"]),
+        ("abababababa", ["h.{0,2,...}.w", "h.{1,3,...}.w"]),
+        ("aaaabaa", ["h.{0-3,5,6}.w", "h.4.w"]),
+        ("aaa", ["h.*.w"]),
+    ],
+)
+def test_groups_of_one_pattern_are_set_apart(shapes: str, names: list[str]) -> None:
+    items = [item(f"h.{i}.w", kind=f"f32[{shape}]", tensor=True) for i, shape in enumerate(shapes)]
+    assert [g.name for g in set_apart(group(items))] == names
+    assert [name for name, *_ in group_names((x.path, x.kind) for x in items)] == names, "in the full text and the page"
+
+
+def test_groups_of_the_same_layers_keep_their_star() -> None:
+    items = [item(f"h.{i}", kind=kind) for kind in ("all_gather[t]", "all_reduce[t]") for i in range(3)]
+    subset = [item(f"h.{i}", kind="all_to_all[t]") for i in range(2)]
+    assert [g.name for g in set_apart(group([*items, *subset]))] == ["h.*", "h.*", "h.{0,1}"]
+
+
 def test_groups_differ_by_phase_and_kind() -> None:
     items = [item("a.0"), item("a.1"), item("a.2", phase="backward"), item("a.3", kind="all_gather[t]")]
     assert Counter((g.pattern, g.first.phase, g.first.kind, g.times) for g in group(items)) == Counter(
@@ -464,6 +487,54 @@ def test_phases_and_roles() -> None:
         "model.layers.1.down",
         "model.layers.1.up",
     ]
+
+
+def functional_step(params: Any, mean: Any, square: Any, x: Tensor) -> Any:
+    def loss_of(params: Any) -> Tensor:
+        y = x
+        for layer in params["layers"]:
+            y = torch.relu(y @ layer["up"]) @ layer["down"]
+        return (y - x).square().mean()
+
+    loss, grads = sl.value_and_grad(loss_of)(params)
+    mean = tree_map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+    square = tree_map(lambda v, g: 0.9 * v + 0.1 * g * g, square, grads)
+    return tree_map(lambda p, m, v: p - m / (v.sqrt() + 1e-8), params, mean, square), mean, square, loss
+
+
+def test_results_are_grouped_like_inputs() -> None:
+    """The loss is the first line; layers of another shape have their own indices; moments join their weights."""
+    widths = (128, 256, 256, 128, 256)
+    spec = {"layers": [{"up": "_ ff@tensor", "down": "ff@tensor _"} for _ in widths]}
+    trees = [{"layers": [{"up": meta(64, n), "down": meta(n, 64)} for n in widths]} for _ in range(3)]
+    plan = planned(functional_step, (*trees, meta(16, 64)), (spec, spec, spec, "batch@data _"))
+    inputs, results = (part for part in str(plan).split("\n\n") if part.startswith(("inputs", "results")))
+    assert (
+        results
+        == """\
+results                                 type               per device  layout
+  result[3]                             f32[]              4 B         whole
+  result[{0,1,2}].layers[{0,3}].up      f32[64, 128]  x 6  49.2 kB     64 ff@tensor
+  result[{0,1,2}].layers[{0,3}].down    f32[128, 64]  x 6  49.2 kB     ff@tensor 64
+  result[{0,1,2}].layers[{1,2,4}].up    f32[64, 256]  x 9  147 kB      64 ff@tensor
+  result[{0,1,2}].layers[{1,2,4}].down  f32[256, 64]  x 9  147 kB      ff@tensor 64"""
+    )
+    assert [line.split()[1:] for line in inputs.splitlines()[1:-1]] == [
+        line.split()[1:] for line in results.splitlines()[2:]
+    ]
+
+
+def test_a_loss_is_shown_beside_many_results() -> None:
+    """Results that do not fit are one line; the scalars stand first, though they have the fewest bytes."""
+
+    def step(*tensors: Tensor) -> Any:
+        return [*tensors, sum(x.sum() for x in tensors)]
+
+    tensors = tuple(meta(8 * i) for i in range(1, 40))
+    text = str(planned(step, tensors, None))
+    (results,) = (part.splitlines() for part in text.split("\n\n") if part.startswith("results"))
+    assert results[1].split() == ["result[39]", "f32[]", "4", "B", "whole"]
+    assert len(results) <= 10
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------
