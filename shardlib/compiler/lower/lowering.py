@@ -31,6 +31,7 @@ from shardlib.core.aten.op_names import ALIAS
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.rules.rule import OWNED
+from shardlib.rules.table import rule_for
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
@@ -286,7 +287,8 @@ class Lowering:
         else:
             args, kwargs = substitute(op.node, operands)
             outs = [None if r is None else self.values.make(r, ((), COMPLETE)) for r in op.results]
-            self.builder.compute(op.target, args, kwargs, outs, "shard_map")
+            rule = rule_for(op.call)  # of local shapes: each device does all of this work
+            self.builder.compute(op.target, args, kwargs, outs, "shard_map", float(rule.flops) if rule else 0.0)
 
     def _body_input_dims(self, op: Op) -> tuple[Any, ...]:
         return _local_dims(self.p.pins.body_inputs[op].layout)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan.annotated_inputs import annotated_inputs
 from shardlib.compiler.plan.backends import crossings
 from shardlib.compiler.plan.names import Naming, op_name
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
@@ -275,7 +276,9 @@ class Explainer:
         if v.op is not None:
             lines += self._op(v.op, "made by", self._decisions)
         elif v not in self.compiled.propagated.propagation.pinned_values and v in self.compiled.propagated.units.unit:
-            lines.append("inferred together with its readers")
+            inputs = self.compiled.graph.inputs
+            has_spec = any(inputs[i] is v for i in annotated_inputs(self.compiled))
+            lines.append("annotated where it is read" if has_spec else "inferred together with its readers")
             lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by", self._decisions)]
         return "\n  ".join(lines)
 
@@ -307,7 +310,7 @@ class Explainer:
         result = next((r for r in op.results if r is not None), None)
         name = f"{self.naming.own(result)} = " if result is not None else ""
         yield f"{verb} {back}{name}{self.naming.call(op)}{where}".rstrip()
-        if op.rule is None:
+        if op.rule is None and not op.manual:
             yield "  it has no rule, so it runs replicated, on whole operands"
         yield from (f"  {line}" for line in decisions(op))
 

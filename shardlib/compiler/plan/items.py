@@ -11,6 +11,7 @@ from functools import cached_property
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan.annotated_inputs import annotated_inputs
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.groups import INPUT, OUTPUT, STATE, Item
 from shardlib.compiler.plan.module_tensors import input_positions
@@ -56,7 +57,7 @@ class Items:
                 path, note = f"{match['state']}[*].{match['kind']}", _compared(var, owner)
                 items.append(Item(STATE, path, "", short_dtype(var.dtype), note, var.nbytes, i))
             else:
-                note = self._layout(var) + ("" if i in self.compiled.fixed_inputs else "  (inferred)")
+                note = self._layout(var) + ("" if i in self.annotated else "  (inferred)")
                 items.append(Item(INPUT, name, "", self._type(var), note, var.nbytes, i))
         return tuple(items)
 
@@ -69,6 +70,11 @@ class Items:
             for i, (name, var) in enumerate(named)
             if isinstance(var, Var)
         )
+
+    @cached_property
+    def annotated(self) -> set[int]:
+        """The positions of inputs with a spec."""
+        return annotated_inputs(self.compiled)
 
     def _type(self, var: Var) -> str:
         shape = var.value.shape if var.value is not None else ()

@@ -19,6 +19,7 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.program.steps import Var
 from shardlib.compiler.propagate import GraphDecisions
 from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import FactorNames, FixedLayout
@@ -72,7 +73,7 @@ class Naming:
     def value(self, value: Value) -> str:
         """Returns the name of a value; a view has the name of its base."""
         seen = self.compiled.propagated.propagation.twins.get(value, value)
-        while seen.op is not None and (seen.op.transparent or seen.op.constrains):
+        while seen.op is not None and _is_renamed(seen.op):
             seen = seen.op.operands[0]
         return self._names.get(seen, seen.name)
 
@@ -87,8 +88,9 @@ class Naming:
 
     def call(self, op: Op, limit: int = 4) -> str:
         """Writes an op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
-        if op.constrains:
-            return f"shard({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
+        if op.constrains or has_trait(op.target, "enters_body"):
+            name = "shard" if op.constrains else "shard_map"
+            return f"{name}({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
         operands = [self.value(v) for v in op.operands[:limit]] + ["..."] * (len(op.operands) > limit)
         return f"{op_name(op)}({', '.join(operands)})"
 
@@ -131,6 +133,8 @@ class Naming:
         """Returns the dims of a variable as named factors; unnamed neighbors are merged."""
         assert var.layout is not None
         value, propagation = var.value, self.decided.decisions.propagation
+        if value is not None and value.manual:  # its shape is that of one device
+            return tuple(tuple((None, f) for f in dim) for dim in var.layout.dims)
         if value is not None and not value.constant:
             value = self.decided.representative(value)
         if value is None or value.constant or var.placement is None or value not in propagation.value:
@@ -237,10 +241,15 @@ def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
             continue
         assignment = _ASSIGNMENT.match(op.line.text)
         value = op.results[0] if len(op.results) == 1 else None
-        while value is not None and value.op is not None and (value.op.transparent or value.op.constrains):
+        while value is not None and value.op is not None and _is_renamed(value.op):
             value = value.op.operands[0]
         if assignment and value is not None and value.op is not None and value.op.line == op.line:
             yield assignment[1], value
+
+
+def _is_renamed(op: Op) -> bool:
+    """True for ops whose result has the name of the operand: views, annotations, and arguments of shard_map bodies."""
+    return op.transparent or op.constrains or has_trait(op.target, "enters_body")
 
 
 def op_name(op: Op) -> str:

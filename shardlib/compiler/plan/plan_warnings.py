@@ -121,7 +121,7 @@ def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
 def _free_inputs(plan: Plan) -> list[Item]:
     """Returns the inputs that nothing annotates, and that every device holds whole."""
     layouts = [var.layout for var in plan.compiled.program.inputs]
-    free = (item for item in plan.items.inputs if item.position not in plan.compiled.fixed_inputs)
+    free = (item for item in plan.items.inputs if item.position not in plan.items.annotated)
     return [item for item in free if (x := layouts[item.position]) is not None and not x.axes]
 
 

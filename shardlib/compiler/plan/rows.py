@@ -11,6 +11,7 @@ import torch
 from shardlib.compiler.graph.ir import Op, is_creation
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan import backends
+from shardlib.compiler.plan.annotated_inputs import annotated_inputs
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
@@ -35,9 +36,9 @@ class Rows:
 
     def inputs(self) -> list[tuple[str, ...]]:
         """Name, type, and whether it was annotated."""
-        rows = []
+        rows, annotated = [], annotated_inputs(self.compiled)
         for i, (name, var) in enumerate(zip(self.naming.inputs, self.compiled.program.inputs, strict=True)):
-            how = "annotated" if i in self.compiled.fixed_inputs else "inferred"
+            how = "annotated" if i in annotated else "inferred"
             rows.append((name, self.naming.typed(var), how))
         return fold_names(rows)
 

@@ -84,11 +84,11 @@ class PlanData:
     # Arguments and results --------------------------------------------------------------------------------------------
 
     def _inputs(self) -> dict[str, Any]:
-        compiled = self.plan.compiled
+        compiled, annotated = self.plan.compiled, self.plan.items.annotated
         rows, layouts = [], dict[str, Var]()
         for i, (name, var) in enumerate(zip(self.naming.inputs, compiled.program.inputs, strict=True)):
             layouts[typed := self.naming.typed(var)] = var
-            rows.append((name, typed, "annotated" if i in compiled.fixed_inputs else "inferred"))
+            rows.append((name, typed, "annotated" if i in annotated else "inferred"))
         return self._named(group_names(rows), layouts)
 
     def _outputs(self) -> dict[str, Any]:
