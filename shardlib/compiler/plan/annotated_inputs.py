@@ -8,7 +8,7 @@ from shardlib.compiler.plan.module_tensors import input_positions
 
 
 def annotated_inputs(compiled: Compiled) -> set[int]:
-    """Returns the positions of inputs with a spec: of in_specs, of a `shard` of the input, of a shard_map that takes it.
+    """Returns the positions of inputs with a spec: of in_specs, of a `shard` of the input, or of a shard_map argument.
 
     An input that lives elsewhere, and is resharded for its `shard` or shard_map, has no spec by it.
     """
