@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardlib.compiler.plan.groups import Item, group
+from shardlib.compiler.annotations import fixed_body_inputs, fixed_constraints
+from shardlib.compiler.plan.groups import INPUT, Item, group
 from shardlib.compiler.plan.items import GRADIENT
 from shardlib.compiler.plan.redundant_work import WORTH, Redundant
 from shardlib.compiler.program import flops
+from shardlib.core.name_patterns import star
 from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
 from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.typos import is_near
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -109,13 +113,52 @@ def _ops_without_rule(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
-    """Large tensors with a spec that shards nothing, because no name in it has a rule."""
-    fixed, items = plan.compiled.fixed_inputs, plan.items.inputs
-    for at, layout in fixed.items():
-        names = [name for dim in layout.names for name in dim if name and name not in plan.mesh.rules]
-        if names and not layout.layout.axes and _is_large(plan, items[at].bytes):
-            text = f"no rule for {' '.join(names)}: {items[at].path} is whole on every device"
-            yield PlanWarning(text, f'Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant')
+    """Inputs with names that shard nothing: of large inputs all names, else those that look mistyped.
+
+    A name looks mistyped if no other annotation has it, and it either resembles a name with a rule, or leaves an input
+    whole on a mesh with rules.
+    """
+    rules, items, lone = plan.mesh.rules, plan.items.inputs, _lone_names(plan)
+    affected = defaultdict[tuple[Any, ...], list[Item]](list)  # by the names, and whether the input is whole
+    for at, fixed in _specs_of_inputs(plan).items():
+        names, is_whole = [x for x in _names(fixed) if x not in rules], not fixed.layout.axes
+        if not (is_whole and _is_large(plan, items[at].bytes)):
+            names = [x for x in names if x in lone and ((is_whole and rules) or _near(x, rules))]
+        if names:
+            affected[*names, is_whole].append(items[at])
+    for (*names, is_whole), some in affected.items():
+        verb = "is" if len(some) == 1 else "are"
+        held = f"{_listed(some)} {verb} whole on every device" if is_whole else f"dims of {_listed(some)} stay whole"
+        near = next(filter(None, (_near(name, rules) for name in names)), None)
+        meant = f"did you mean {near!r}? Else " if near else ""
+        remedy = f'{meant}Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant'
+        yield PlanWarning(f"no rule for {' '.join(names)}: {held}", remedy)
+
+
+def _specs_of_inputs(plan: Plan) -> dict[int, FixedLayout]:
+    """Returns the layouts of inputs with a spec; moments of optimizers have those of their parameters."""
+    return {at: x for at, x in plan.compiled.fixed_inputs.items() if plan.items.inputs[at].phase == INPUT}
+
+
+def _names(fixed: FixedLayout) -> list[str]:
+    """Returns the names of the factors that no axis shards."""
+    factors = (pair for dim in zip(fixed.names, fixed.layout.dims, strict=True) for pair in zip(*dim, strict=True))
+    return [name for name, factor in factors if name and not factor.axes]
+
+
+def _lone_names(plan: Plan) -> set[str]:
+    """Returns the names that stand in one annotation alone; those of equal layers are one."""
+    compiled, items = plan.compiled, plan.items.inputs
+    fixed = [(star(items[at].path.removesuffix(".grad")), x) for at, x in _specs_of_inputs(plan).items()]
+    fixed += [(str(at), x) for at, x in compiled.fixed_outputs.items() if x.spec is not None]
+    fixed += [(x.source, x) for x in fixed_constraints(compiled.graph, plan.mesh).values()]
+    fixed += [(x.source, x) for x in fixed_body_inputs(compiled.graph, plan.mesh).values()]
+    uses = {(place, name) for place, x in fixed for names in x.names for name in names}
+    return {name for name, n in Counter(name for _, name in uses).items() if n == 1 and name}
+
+
+def _near(name: str, rules: Iterable[str]) -> str | None:
+    return next((rule for rule in rules if is_near(name, rule)), None)
 
 
 def _free_inputs(plan: Plan) -> list[Item]:

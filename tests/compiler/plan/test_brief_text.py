@@ -618,6 +618,49 @@ def test_warnings(options: Any, text: str, remedy: str) -> None:
     assert warnings[text] == remedy
 
 
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule and stays whole")
+@pytest.mark.parametrize(
+    ("bias", "text", "remedy"),
+    [
+        ("ff", None, None),
+        ("embed", None, None),  # another annotation has it
+        ("foo", "no rule for foo: model.layers.*.bias are whole on every device", ""),
+        ("embde", "no rule for embde: model.layers.*.bias are whole on every device", ""),
+        ("fff", "no rule for fff: model.layers.*.bias are whole on every device", "did you mean 'ff'? Else "),
+    ],
+)
+def test_mistyped_names_of_small_tensors(bias: str, text: str | None, remedy: str | None) -> None:
+    """The biases of a training step, under 1 % of the memory; an optimizer's moments have their names, too."""
+    with torch.device("meta"):
+        model = Biased()
+    with Mesh.abstract(data=2, tensor=4, rules=RULES):
+        sl.parallelize(model, {"*.weight": "ff embed", "*.bias": bias}, strategy="ddp")
+        opt = torch.optim.AdamW(model.parameters())
+        plan = sl.jit(train_step, in_specs=(None, None, "batch embed")).plan(model, opt, meta(4096, 64))
+    typos = {w.text: w.remedy for w in plan.warnings if w.text.startswith("no rule for")}
+    meant = f'Mesh(..., rules={{"{bias}": axis}}); None as the axis says that it is meant'
+    assert typos == ({} if text is None else {text: f"{remedy}{meant}"})
+
+
+def test_mistyped_names_beside_sharded_dims() -> None:
+    with pytest.warns(UserWarning, match="did you mean 'ff'"):
+        plan = planned(lambda x, b: x + b, (meta(16, 64), meta(16, 64)), ("batch embed", "batch fff"))
+    (warning,) = (w for w in plan.warnings if w.text.startswith("no rule for"))
+    assert warning.text == "no rule for fff: dims of b stay whole"
+    assert warning.remedy.startswith("did you mean 'ff'? Else ")
+
+
 def test_a_good_plan_has_no_warnings() -> None:
     """Tensors may be whole on purpose, and names without a rule may stand beside others."""
     assert planned().warnings == ()
