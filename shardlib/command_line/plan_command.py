@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.command_line.function_target import plan_function
+from shardlib.command_line.shell_words import in_shell_words
 from shardlib.command_line.training_step import plan_training_step
 from shardlib.compiler.memory_options import WORDS
 from shardlib.compiler.plan.memory_table import memory_table
@@ -77,7 +78,18 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan, the memory per device, and seconds where a machine is named; returns the exit status 0."""
+    """Prints the plan, the memory per device, and seconds where a machine is named; returns the exit status 0.
+
+    Raises `ShardingError` in the words of the shell.
+    """
+    try:
+        _print_plan(options)
+    except ShardingError as error:
+        raise in_shell_words(error, has_model=options.model is not None) from error
+    return 0
+
+
+def _print_plan(options: argparse.Namespace) -> None:
     machine = Machine.preset(options.machine) if options.machine is not None else None
     mesh = Mesh.abstract(parse_axes(options.mesh), machine=machine)
     if options.html is not None:
@@ -108,7 +120,6 @@ def run(options: argparse.Namespace) -> int:
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
         print("", *_time_lines(plan, machine, counts), sep="\n")
-    return 0
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -125,6 +136,7 @@ def parse_axes(text: str) -> dict[str, int]:
     wrong += [
         f"{name!r} stands there {names.count(name)} times" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
+    wrong += [f"{match[1]!r} has size 0, not 1 or more" for match in matches if match is not None and not int(match[2])]
     if wrong:
         raise ShardingError(
             f"--mesh {text!r} is no mesh",

@@ -15,6 +15,7 @@ import torch
 import shardlib as sl
 from shardlib.command_line.main import main
 from shardlib.command_line.plan_command import parse_axes
+from shardlib.command_line.shell_words import in_shell_words
 from shardlib.compiler.plan import memory_table
 from shardlib.compiler.program.steps import Compute
 from tests.command_line.transformers_configs import CASES
@@ -110,19 +111,26 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "axis twice": ((f"{HERE}:product", "--mesh", "data=2,data=4"), ("'data' stands there 2 times",)),
-    "axis of size 0": ((f"{HERE}:product", "--mesh", "data=0"), ("is not a mesh", "'data'")),
+    "axis of size 0": (
+        (f"{HERE}:product", "--mesh", "data=0"),
+        ("--mesh 'data=0' is no mesh", "* 'data' has size 0, not 1 or more", "Remedy: --mesh data=512,tensor=8"),
+    ),
     "mesh without the spec's axis": ((f"{HERE}:product", "--mesh", "data=2"), ("tensor", "the mesh has")),
     "machine": (
         (f"{HERE}:product", *MESH, "--machine", "h10"),
-        ("'h10' is no machine; did you mean 'h100'?", "known are node, h100, h200, a100-40, cpu"),
+        (
+            "'h10' is no machine; did you mean 'h100'?",
+            "known are node, h100, h200, a100-40, cpu",
+            "Remedy: --machine h100\n",
+        ),
     ),
     "page in no folder": (
         (f"{HERE}:product", *MESH, "--html", "{folder}/none/plan.html"),
-        ("the page cannot be written to", "none does not exist"),
+        ("shardlib: --html '{folder}/none/plan.html' cannot be written:", "none does not exist", "--html plan.html"),
     ),
     "page that is a folder": (
         (f"{HERE}:product", *MESH, "--html", "{folder}"),
-        ("the page cannot be written", "it is a folder"),
+        ("--html '{folder}' cannot be written", "it is a folder"),
     ),
     "no colon": (("train.py", *MESH), ("'train.py' is not MODULE:FUNCTION", "def small()")),
     "a path": (("../train:small", *MESH), ("'../train:small' is not MODULE:FUNCTION",)),
@@ -151,11 +159,11 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "strategy": (
         ("--model", "{folder}", *MESH, *SIZES, "--strategy", "fsdpp"),
-        ("strategy='fsdpp' is no strategy", "ddp, zero1, zero2, fsdp, hsdp"),
+        ("--strategy fsdpp is no strategy", "Remedy: one of ddp, zero1, zero2, fsdp, hsdp\n"),
     ),
     "strategy without its axes": (
         ("--model", "{folder}", "--mesh", "tensor=4", *SIZES),
-        ("the strategy does not fit the mesh (tensor=4)",),
+        ("the strategy does not fit the mesh (tensor=4)", "as above: --mesh data=512,tensor=8"),
     ),
     "axis without use": (
         ("--model", "{folder}", "--mesh", "data=2,other=4", *SIZES),
@@ -206,7 +214,25 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
     status, out, err = run(capsys, *(text.replace("{folder}", str(tmp_path)) for text in arguments))
     assert (status, out) == (2, ""), err
     assert err.startswith("shardlib: ")
-    assert [part for part in parts if part not in err] == [], err
+    assert [part for part in parts if part.replace("{folder}", str(tmp_path)) not in err] == [], err
+
+
+@pytest.mark.parametrize(
+    ("text", "has_model", "words"),
+    [
+        ("a step on Mesh.abstract(data=2, tensor=4)", False, "a step on --mesh data=2,tensor=4"),
+        ("with Mesh(data=2):", False, "with --mesh data=2:"),
+        ('Mesh(stage=2, ..., stages="stage")', False, 'Mesh(stage=2, ..., stages="stage")'),
+        ('machine="h100", or an sl.Machine', False, "--machine h100"),
+        ('weights over data, strategy="fsdp"', True, "weights over data, --strategy fsdp"),
+        ('weights over data, strategy="fsdp"', False, 'weights over data, strategy="fsdp"'),
+        ('remat="full"; precision=torch.bfloat16', True, "--remat full; --precision bfloat16"),
+    ],
+)
+def test_words_of_the_shell(text: str, has_model: bool, words: str) -> None:
+    """Arguments that a function of the user passes itself keep their names."""
+    error = in_shell_words(sl.ShardingError(text, [text], rule=text, remedy=text), has_model=has_model)
+    assert str(error) == f"{words}:\n  * {words}\nRule: {words}\nRemedy: {words}"
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
