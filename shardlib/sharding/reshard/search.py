@@ -1,4 +1,4 @@
-"""Searches the cheapest reshard between even shardings by Dijkstra's algorithm over single steps.
+"""Searches the cheapest reshard between even shardings by the A* algorithm over single steps.
 
 A state is the axes of every factor and of the partial sum. A step slices a factor locally, gathers it, moves axes to
 another factor, reduces or reduce-scatters the partial sum, or permutes shards over devices. Axes that stay together
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -101,7 +102,10 @@ def _blocks(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class _Search:
-    """Dijkstra's algorithm from one sharding to another."""
+    """The A* algorithm from one sharding to another (Hart, Nilsson and Raphael, 1968).
+
+    It drops a state as soon as the bytes that some device still lacks would exceed the cost of the best known way.
+    """
 
     def __init__(
         self,
@@ -123,33 +127,52 @@ class _Search:
 
         self.src: State = (tuple(map(numbered, src)), numbered(pending))
         self.dst: State = (tuple(map(numbered, dst)), ())
+        self.end_bytes = self.nbytes / math.prod(map(group_size, dst))
         self.wanted = [b for run in self.dst[0] for b in run]
         self.movable = [i for i in range(len(parts)) if src[i] or dst[i]]
         self._fits: dict[tuple[int, Blocks], bool] = {}
         self._arranged: dict[tuple[tuple[int, ...], Blocks], list[tuple[Blocks, ...]]] = {}
+        self._missing_memo: dict[State, float] = {}
 
     def run(self, direct: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """Returns the cheapest steps, or the `direct` ones if none are cheaper."""
         limit = sum(step.bytes for step in direct)
         bound = sum(step.seconds(self.prices) for step in direct) * (1 - 1e-6)
+        fastest = self.prices.fastest
         best: dict[State, float] = {self.src: 0.0}
         came: dict[State, tuple[State, Move]] = {}
-        queue: list[tuple[float, float, State]] = [(0.0, 0.0, self.src)]
+        queue: list[tuple[float, float, float, State]] = [(0.0, 0.0, 0.0, self.src)]
         while queue:
-            cost, sent, state = heapq.heappop(queue)
+            _, cost, sent, state = heapq.heappop(queue)
             if state == self.dst:
                 return self._trace_back(came, reduce)
             if cost > best[state]:
                 continue
-            for move in self._moves(state, min(limit - sent, (bound - cost) * self.prices.fastest)):
+            for move in self._moves(state, min(limit - sent, (bound - cost) * fastest)):
                 after, total = move[-1], sent + move[0]
+                missing = self._missing(after)
                 least = best.get(after, bound)
-                if total > limit or cost + move[0] / self.prices.fastest >= least:
+                if (
+                    total + missing > limit
+                    or (then := cost + move[0] / fastest) >= least
+                    or then + missing / fastest >= bound
+                ):
                     continue
-                if (then := cost + self._seconds(state, move)) < least:
+                if (then := cost + self._seconds(state, move)) < least and then + missing / fastest < bound:
                     best[after], came[after] = then, (state, move)
-                    heapq.heappush(queue, (then, total, after))
+                    heapq.heappush(queue, (then + missing / fastest, then, total, after))
         return direct
+
+    def _missing(self, state: State) -> float:
+        """Returns the bytes of its shard in `dst` that some device lacks in `state`."""
+        if (missing := self._missing_memo.get(state)) is None:
+            cut, pending = state
+            share = 0.0 if pending else 1.0  # of the shard in `dst`, on the device that holds least
+            for run, end in zip(cut, self.dst[0], strict=True):
+                longer = run[len(end) :]
+                share = 0.0 if any(map(operator.ne, run, end)) else share / math.prod([self.ways[b] for b in longer])
+            missing = self._missing_memo[state] = self.end_bytes * (1 - share)
+        return missing
 
     def _seconds(self, state: State, move: Move) -> float:
         return 0.0 if move[1] == "slice" else self.prices.comm_seconds(self._along(state, move), move[0], move[1])
