@@ -148,7 +148,8 @@ class _Search:
                 return self._trace_back(came, reduce)
             if cost > best[state]:
                 continue
-            for move in self._moves(state, min(limit - sent, (bound - cost) * fastest)):
+            is_permuted = state in came and came[state][1][1] == "ppermute"
+            for move in self._moves(state, min(limit - sent, (bound - cost) * fastest), is_permuted):
                 after, total = move[-1], sent + move[0]
                 missing = self._missing(after)
                 least = best.get(after, bound)
@@ -199,7 +200,7 @@ class _Search:
     def _axes(self, state: State) -> FactorAxes:
         return tuple(tuple(a for b in run for a in self.blocks[b]) for run in state[0])
 
-    def _moves(self, state: State, limit: float) -> Iterator[Move]:
+    def _moves(self, state: State, limit: float, is_permuted: bool) -> Iterator[Move]:
         """Yields the steps from `state` that send at most `limit` bytes."""
         cut, pending = state
         used = {*pending, *(b for run in cut for b in run)}
@@ -225,7 +226,7 @@ class _Search:
         n = math.prod([self.ways[b] for b in pending])
         if pending and 2 * local * (n - 1) / n <= limit:
             yield 2 * local * (n - 1) / n, "all_reduce", pending, -1, -1, (cut, ())
-        if local <= limit:
+        if local <= limit and not is_permuted:  # two permutations are one
             shards = tuple([math.prod([self.ways[b] for b in run]) for run in cut])
             if (every := self._arranged.get((shards, pending))) is None:
                 others = [b for b in range(len(self.blocks)) if b not in pending]
