@@ -75,7 +75,7 @@ def _permute_then_exchange(
                 or not all(map(is_evenly_sharded, parts, between))
             ):
                 continue
-            along = changed_axes([*zip(src, between, strict=True)])
+            along = changed_axes([*zip(src, between, strict=True)], operator.attrgetter("size"))
             first = next(i for i, (x, y) in enumerate(zip(src, between, strict=True)) if x != y)
             n = group_size(axes[k:])
             yield (
@@ -133,6 +133,7 @@ class _Search:
         self._fits: dict[tuple[int, Blocks], bool] = {}
         self._arranged: dict[tuple[tuple[int, ...], Blocks], list[tuple[Blocks, ...]]] = {}
         self._missing_memo: dict[State, float] = {}
+        self._axes_memo: dict[Blocks, Axes] = {}
 
     def run(self, direct: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """Returns the cheapest steps, or the `direct` ones if none are cheaper."""
@@ -180,9 +181,12 @@ class _Search:
 
     def _along(self, state: State, move: Move) -> Axes:
         """Returns the axes of a move; for a permutation, the axes along which shards change."""
-        if move[1] != "ppermute":
-            return tuple([a for b in move[2] for a in self.blocks[b]])
-        return tuple(changed_axes([*zip(self._axes(state), self._axes(move[-1]), strict=True)]))
+        blocks = move[2]
+        if move[1] == "ppermute":
+            blocks = tuple(changed_axes([*zip(state[0], move[-1][0], strict=True)], self.ways.__getitem__))
+        if (axes := self._axes_memo.get(blocks)) is None:
+            axes = self._axes_memo[blocks] = tuple([a for b in blocks for a in self.blocks[b]])
+        return axes
 
     def _trace_back(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
         moves: list[tuple[State, Move]] = []
