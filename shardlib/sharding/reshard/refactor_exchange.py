@@ -103,9 +103,13 @@ class RefactorExchange:
                     k += 1
         return parts
 
-    def sent(self, coords: Coords, i: int, j: int) -> int:
-        """Returns the elements of the dim that member i of the group sends to member j."""
-        return self._schedule(coords).sent.get((i, j), 0)
+    def sent(self, coords: Coords) -> list[list[int]]:
+        """Returns the elements of the dim that each member of the group sends to each member, by sender."""
+        n = group_size(self.axes)
+        table = [[0] * n for _ in range(n)]
+        for (i, j), size in self._schedule(coords).sent.items():
+            table[i][j] = size
+        return table
 
     def leaving(self, coords: Coords) -> list[Range]:
         """Lists the local ranges (start, size) of a device in the order in which it sends them to the members."""
