@@ -37,7 +37,7 @@ def restore_indices(pattern: str, names: Sequence[str], rivals: Iterable[Sequenc
     words = []
     for i, column in enumerate(_columns(names)):
         has_all = all(i >= len(other) or other[i] <= column for other in others)
-        words.append(next(iter(column)) if len(column) == 1 else "*" if has_all else _list_indices(column))
+        words.append("*" if has_all and len(column) > 1 else _list_indices(column))
     indices = iter(words)
     return _INDEX_OR_STAR.sub(lambda _: next(indices), pattern)
 
@@ -47,26 +47,26 @@ def _columns(names: Iterable[str]) -> list[set[str]]:
     return [{*column} for column in zip(*map(_INDEX_OR_STAR.findall, names), strict=False)]
 
 
-def _list_indices(indices: Iterable[str], most: int = 3) -> str:
-    """Returns `{0-2,5}`, at most `most` words; three and more successive indices are joined."""
-    numbers = sorted(int(index) for index in indices if index.isdecimal())
+def _list_indices(indices: set[str], most: int = 3) -> str:
+    """Returns `{0-2,5}`, at most `most` words, for several indices; three and more successive ones are joined."""
+    if len(indices) == 1 or "*" in indices:
+        return "*" if "*" in indices else next(iter(indices))
+    numbers = sorted(map(int, indices))
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     words = [w for run in runs for w in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
     return f"{{{','.join(words if len(words) <= most else [*words[: most - 1], '...'])}}}"
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Joins alternatives: `{wq,wk}`, and `result[{0,1}]` for words with one stem.
+    """Joins alternatives: `{wq,wk}`, and `result[{0-2}]` for words that differ in an index only.
 
     Example:
-        >>> join_words(["wq", "wk"]), join_words(["result[0]", "result[1]"]), join_words(["w"])
-        ('{wq,wk}', 'result[{0,1}]', 'w')
+        >>> join_words(["wq", "wk"]), join_words(["result[0]", "result[1]", "result[2]"])
+        ('{wq,wk}', 'result[{0-2}]')
     """
-    if len(words) == 1:
-        return words[0]
-    stem, bracket, _ = words[0].partition("[")
-    if bracket and all(word.startswith(f"{stem}[") and word.endswith("]") for word in words):
-        return f"{stem}[{join_words([word[len(stem) + 1 : -1] for word in words])}]"
+    if len({star(word) for word in words}) == 1:
+        indices = map(_list_indices, _columns(words))
+        return _INDEX_OR_STAR.sub(lambda _: next(indices), words[0])
     return f"{{{','.join(words)}}}"
 
 

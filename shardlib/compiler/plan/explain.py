@@ -276,8 +276,7 @@ class Explainer:
         if v.op is not None:
             lines += self._op(v.op, "made by", self._decisions)
         elif v not in self.compiled.propagated.propagation.pinned_values and v in self.compiled.propagated.units.unit:
-            inputs = self.compiled.graph.inputs
-            has_spec = any(inputs[i] is v for i in annotated_inputs(self.compiled))
+            has_spec = v in {self.compiled.graph.inputs[i] for i in annotated_inputs(self.compiled)}
             lines.append("annotated where it is read" if has_spec else "inferred together with its readers")
             lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by", self._decisions)]
         return "\n  ".join(lines)
@@ -287,11 +286,8 @@ class Explainer:
         if v in propagation.pinned_values:
             return [f"fixed by {propagation.pinned_values[v][1].source}"]
         lines = []
-        for leaf, axes in zip(
-            propagation.dim_factors(v) if v in propagation.value else (),
-            var.placement[0] if var.placement else (),
-            strict=False,
-        ):
+        factors = propagation.dim_factors(v) if v in propagation.value else ()
+        for leaf, axes in zip(factors, var.placement[0] if var.placement else (), strict=False):
             for axis in axes:
                 source = self._source(leaf, axis)
                 lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {source}")

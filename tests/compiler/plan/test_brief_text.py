@@ -512,12 +512,12 @@ def test_results_are_grouped_like_inputs() -> None:
     assert (
         results
         == """\
-results                                 type               per device  layout
-  result[3]                             f32[]              4 B         whole
-  result[{0,1,2}].layers[{0,3}].up      f32[64, 128]  x 6  49.2 kB     64 ff@tensor
-  result[{0,1,2}].layers[{0,3}].down    f32[128, 64]  x 6  49.2 kB     ff@tensor 64
-  result[{0,1,2}].layers[{1,2,4}].up    f32[64, 256]  x 9  147 kB      64 ff@tensor
-  result[{0,1,2}].layers[{1,2,4}].down  f32[256, 64]  x 9  147 kB      ff@tensor 64"""
+results                               type               per device  layout
+  result[3]                           f32[]              4 B         whole
+  result[{0-2}].layers[{0,3}].up      f32[64, 128]  x 6  49.2 kB     64 ff@tensor
+  result[{0-2}].layers[{0,3}].down    f32[128, 64]  x 6  49.2 kB     ff@tensor 64
+  result[{0-2}].layers[{1,2,4}].up    f32[64, 256]  x 9  147 kB      64 ff@tensor
+  result[{0-2}].layers[{1,2,4}].down  f32[256, 64]  x 9  147 kB      ff@tensor 64"""
     )
     assert [line.split()[1:] for line in inputs.splitlines()[1:-1]] == [
         line.split()[1:] for line in results.splitlines()[2:]
