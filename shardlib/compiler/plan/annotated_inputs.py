@@ -12,12 +12,9 @@ def annotated_inputs(compiled: Compiled) -> set[int]:
 
     An input that lives elsewhere, and is resharded for its `shard` or shard_map, has no spec by it.
     """
-    pinned, bodies = (find(compiled.graph, compiled.mesh) for find in (fixed_constraints, fixed_body_inputs))
-    positions, annotated = input_positions(compiled), {*compiled.fixed_inputs}
-    for op in compiled.graph.ops:
-        fixed = bodies.get(op) or (pinned[op.results[0]] if op.constrains and op.results[0] is not None else None)
-        at = positions.get(op.operands[0]) if fixed is not None else None
-        layout = None if at is None else compiled.program.inputs[at].layout
-        if fixed is not None and at is not None and layout == fixed.layout.canonical:
-            annotated.add(at)
-    return annotated
+    graph, mesh = compiled.graph, compiled.mesh
+    specs = [(op.operands[0], fixed) for op, fixed in fixed_body_inputs(graph, mesh).items()]
+    specs += [(v.op.operands[0], x) for v, x in fixed_constraints(graph, mesh).items() if v.op and v.op.constrains]
+    positions, inputs = input_positions(compiled), compiled.program.inputs
+    read = [(positions[value], fixed.layout.canonical) for value, fixed in specs if value in positions]
+    return {*compiled.fixed_inputs, *(at for at, layout in read if layout == inputs[at].layout)}

@@ -108,7 +108,7 @@ function drawHeader() {
   plans.replaceChildren(...PLANS.map((_, i) => h("option", { value: i, selected: i === state.plan }, planLabel(i))));
   plans.value = state.plan;
   byId("totals").replaceChildren(...plan.totals.map(([name, number, unit, where]) =>
-    h("div", { title: where }, h("dt", {}, where ? `${name} (${where})` : name), h("dd", {}, figure(number, unit)))));
+    h("div", {}, h("dt", {}, where ? `${name} (${where})` : name), h("dd", {}, figure(number, unit)))));
   byId("tabs").replaceChildren(...PANELS.filter((panel) => panel.has()).map((panel) =>
     item(`tab-${panel.name}`, { role: "tab", "aria-selected": String(panel.name === state.panel),
       onclick: () => update({ panel: panel.name }) }, tabTitle(panel, plan))));
