@@ -312,8 +312,8 @@ def test_a_wrong_shape_in_a_parallelized_module() -> None:
     for line in ("test_first_day.py", "  * in 1.1, a Linear", "  * Linear.weight is float32[2, 6]"):
         assert line in message
     assert message.endswith(
-        "Rule: plain torch fails here, too: shapes and dtypes are those of one device\n"
-        "Remedy: mend the line: it fails on one device, too"
+        "Rule: shapes and dtypes are those of one device; in a shard_map body, of one shard\n"
+        "Remedy: mend the line: plain torch refuses these operands, too"
     )
 
 
