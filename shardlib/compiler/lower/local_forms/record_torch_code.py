@@ -69,9 +69,7 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
 
 def _on_device(flat: Sequence[Any], coords: Coords) -> list[Any]:
     """Returns the arguments on one device, with shapes in place of variables."""
-    return [
-        x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, coords) for x in flat
-    ]
+    return [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, coords) for x in flat]
 
 
 @dataclass(frozen=True)
