@@ -88,7 +88,7 @@ def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], sta
         names.add(name)
     listing = ", ".join(f"{name}={size}" for name, size in sizes)
     for logical, to in rules.items():
-        if not _is_name(logical) or logical == "_":
+        if not (isinstance(logical, str) and logical.isidentifier()) or logical == "_":
             faults.append(f"rule {logical!r} is not a logical name")
         axes = (to,) if isinstance(to, str) else to or ()
         if len(set(axes)) < len(axes):

@@ -62,6 +62,7 @@ def test_group_ranks_over_parts_of_an_axis():
 
 # Texts and not meshes: ranks import this module too, and their world has another size.
 TEXTS = [
+    "Mesh(data=2, rules={'in': 'data'})",
     "Mesh(data=2, tensor=4)",
     "Mesh(tensor=4, data=2)",
     "Mesh(data=2, rules={'batch': 'data'})",
