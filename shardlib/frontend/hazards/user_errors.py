@@ -137,7 +137,7 @@ def describe_refusal(
         remedy = "convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
     else:
         rule = "a jitted function, and the forward of a parallelized module, calls torch as on one device"
-        remedy = "mend the line: it fails on one device, too, unless Python looks there at values, not known yet"
+        remedy = "mend the line: it fails on one device, too, unless Python looks at values, which are not known yet"
     out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name}: {_first_sentence(outcome.error or error).rstrip('.')}",
         [*places, *(f"{label} is {_described(x)}" for label, x in operands)],
