@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -130,9 +130,9 @@ def _results(plan: Plan, width: int) -> list[str]:
 
 def _tensors(plan: Plan, title: str, items: Sequence[Item], limit: int, width: int) -> list[str]:
     """Returns lines on inputs or results: results of one element, then tensors by module, then each kind of moment."""
-    scalars = [item for item in items if item.phase == OUTPUT and item.kind.endswith("[]")]
-    tensors = [item for item in items if item.phase != STATE and item not in scalars]
-    first, more = largest(_group_tensors(scalars), _SCALARS)
+    is_scalar = [item.phase == OUTPUT and item.kind.endswith("[]") for item in items]
+    tensors = [item for item, scalar in zip(items, is_scalar, strict=True) if item.phase != STATE and not scalar]
+    first, more = largest(_group_tensors(list(compress(items, is_scalar))), _SCALARS)
     state, rest = largest(group([replace(item, note="") for item in items if item.phase == STATE]), _STATE)
     room = max(limit - len(first) - len(state) - bool(more or rest) - 1, 1)
     groups = _group_tensors(tensors)

@@ -177,7 +177,7 @@ _MOST = 0.98  # of the cost
 
 
 def join_siblings(groups: Sequence[Group]) -> list[Group]:
-    """Joins groups of one phase, kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
+    """Joins groups of one kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
 
     Example:
         >>> names = [f"h.{i}.{name}" for i in range(2) for name in ("wq", "wk")]
@@ -191,7 +191,7 @@ def join_siblings(groups: Sequence[Group]) -> list[Group]:
         for g in joined:
             words = g.path.split(".")
             rest = (*words[:i], *words[i + 1 :]) if i < len(words) else (g.path,)
-            alike.setdefault((g.first.phase, g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
+            alike.setdefault((g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
         joined = [_joined(same, i) if len(same) > 1 else same[0] for same in alike.values()]
     return joined
 

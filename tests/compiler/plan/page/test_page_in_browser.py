@@ -243,8 +243,8 @@ def test_a_diff_stands_side_by_side(opened: Callable[..., Any]) -> None:
     page, change = opened("diff"), plan_mlp().diff(plan_mlp("ff@(tensor data)"))
     assert page.locator("[role=tab][aria-selected=true]").inner_text() == "Changes"
     assert page.locator(".sides .wide").count() == len(change.lines)
-    figures = [text for text in texts(page, "#panel tbody tr") if text.startswith(("sent", "work"))]
-    assert [re.split(r"\s{2,}", text)[0].split()[0] for text in figures] == ["sent", "work"]
+    figures = [text for text in texts(page, "#panel tbody tr") if text.startswith(("sent", "FLOPs"))]
+    assert [re.split(r"\s{2,}", text)[0].split()[0] for text in figures] == ["sent", "FLOPs"]
     layouts = {row[0] for row in (*change.inputs, *change.outputs)}
     assert layouts <= set(texts(page, "#panel td.name"))
     heading = texts(page, "#totals")
