@@ -343,9 +343,6 @@ def _summed_over(op: Op, at: int, leaves: set[DimFactor], propagation: Propagati
 
 def _generalize(name: str, table: Mapping[str, str], names: Collection[str]) -> str:
     """Returns the pattern that matches the most names with the same spec: `*` for no number, the first, or all."""
-    counts = {}
-    for pattern in (name, star(name, 1), star(name)):
-        matched = [x for x in names if matches(pattern, x)]
-        if {table.get(x) for x in matched} == {table[name]}:
-            counts[pattern] = len(matched)
+    matched = {p: [x for x in names if matches(p, x)] for p in (name, star(name, 1), star(name))}
+    counts = {p: len(some) for p, some in matched.items() if {table.get(x) for x in some} == {table[name]}}
     return max(counts, key=counts.__getitem__)
