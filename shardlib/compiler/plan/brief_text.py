@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from shardlib.compiler.plan.phases import FORWARD, PHASES
 from shardlib.compiler.plan.plan_warnings import PlanWarning
 from shardlib.compiler.plan.totals import EXPOSED, FLOPS, PEAK, SENT, STEP, Figure, figures, notes, scope, sent_bytes
 from shardlib.compiler.simulate.simulated import clock
-from shardlib.core.name_patterns import star
 from shardlib.core.text_tables import format_si, format_table
 from shardlib.sharding.mesh.machine import Machine
 
@@ -34,9 +32,8 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 LINES, WIDTH = 60, 120  # at most
-_RESULTS, _WARNINGS, _NOTES = 9, 9, 4  # lines of sections
+_RESULTS, _WARNINGS, _NOTES = 12, 9, 4  # lines of sections
 _KINDS, _STATE, _SCALARS = 3, 4, 3  # kinds of collectives and of moments, and scalar results, that have a line
-_ROOT = re.compile(r"\w+(\[\d+\])*")  # `result[0]`
 _NOTE = 26  # columns that a layout or a reason may take from names
 
 
@@ -146,13 +143,7 @@ def _tensors(plan: Plan, title: str, items: Sequence[Item], limit: int, width: i
 
 
 def _group_tensors(items: Sequence[Item]) -> list[Group]:
-    return join_siblings(set_apart(group(items, _pattern)))
-
-
-def _pattern(item: Item) -> str:
-    """Returns a tensor's path with stars; its place in a tuple of results stays: `result[0].layers[*].w`."""
-    root = _ROOT.match(item.path) if item.phase == OUTPUT else None
-    return star(item.path) if root is None else root[0] + star(item.path[root.end() :])
+    return join_siblings(set_apart(group(items)))
 
 
 def _tensor(g: Group, note: str) -> tuple[str, str, str, str, str]:

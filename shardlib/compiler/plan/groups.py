@@ -33,6 +33,12 @@ class Item:
     seconds: float = 0.0
     is_tensor: bool = True
 
+    @property
+    def pattern(self) -> str:
+        """The path with stars; the place in a tuple of results stays: `result[0].layers[*].w`."""
+        root = _ROOT.match(self.path) if self.phase == OUTPUT else None
+        return star(self.path) if root is None else root[0] + star(self.path[root.end() :])
+
 
 @dataclass(frozen=True)
 class Group:
@@ -88,7 +94,7 @@ class Group:
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The patterns of its tensors: more than one, if `pattern` is cut."""
-        return tuple(dict.fromkeys(star(item.path) for item in self.items if item.is_tensor))
+        return tuple(dict.fromkeys(item.pattern for item in self.items if item.is_tensor))
 
     def _restore(self, pattern: str) -> str:
         return restore_indices(pattern, self.paths, self.rivals)
@@ -99,7 +105,7 @@ class Group:
         return tuple(item.path for item in self.items)
 
 
-def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: star(item.path)) -> tuple[Group, ...]:
+def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: item.pattern) -> tuple[Group, ...]:
     """Groups items, in the order of their first ones; `cut` returns the pattern of an item.
 
     Example:
@@ -152,7 +158,7 @@ def largest(groups: Sequence[Group], limit: int) -> tuple[list[Group], list[Grou
 
 def _cut(item: Item, *, last: bool = False, names: int = 0, most: int = 99) -> str:
     """Cuts a path at its first index (a value's: `names` names behind its first or `last` one), or at `most` names."""
-    words = _WORD.findall(star(item.path))
+    words = _WORD.findall(item.pattern)
     layers = [i for i, word in enumerate(words) if "*" in word]
     if item.is_tensor:
         last, names = False, 0
@@ -202,4 +208,5 @@ def _joined(groups: Sequence[Group], i: int) -> Group:
     return Group(".".join([*first[:i], both, *first[i + 1 :]]), tuple(item for g in groups for item in g.items), True)
 
 
+_ROOT = re.compile(r"\w+(\[\d+\])*")  # `result[0]`
 _WORD = re.compile(r"\.?[^.\[\]]+|\[[^\]]*\]")
