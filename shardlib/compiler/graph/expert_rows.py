@@ -17,6 +17,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
 from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.rules.derived_rules import derive_rule
 from shardlib.rules.rule import OWNED, Rule
 
 _OWNER = "owner"  # the factor of groups, in rules of ops that have none
@@ -47,7 +48,8 @@ def _mark_product(op: Op, rule: Rule) -> None:
         if x is not None and factor not in {f for dim in labels for f in dim}:
             x.rows = Rows(ends, next(d for d, dim in enumerate(labels) if along in dim))
     op.owns = Owns(factor, ends, reads, begins=True)
-    op.rule = replace(rule, reduce={f: OWNED if f == factor else kind for f, kind in rule.reduce.items()})
+    reduce = {f: OWNED if f == factor else kind for f, kind in rule.reduce.items()}
+    op.rule = derive_rule(rule, OWNED, lambda: replace(rule, reduce=reduce))
 
 
 def _mark_row_by_row(op: Op, rule: Rule) -> None:
@@ -64,7 +66,7 @@ def _mark_row_by_row(op: Op, rule: Rule) -> None:
     if not rule.transparent:
         op.owns = Owns(_OWNER, rows.ends, reads)
         sizes, reduce = {**rule.sizes, _OWNER: rows.ends.shape[0]}, {**rule.reduce, _OWNER: OWNED}
-        op.rule = replace(rule, sizes=sizes, reduce=reduce)
+        op.rule = derive_rule(rule, (_OWNER, sizes[_OWNER]), lambda: replace(rule, sizes=sizes, reduce=reduce))
 
 
 def _only(labels: tuple[tuple[str, ...], ...], row: tuple[str, ...]) -> int | None:

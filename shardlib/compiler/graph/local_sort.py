@@ -22,6 +22,7 @@ import torch
 from shardlib.compiler.graph.ir import Graph, Op, Ordered, Value, is_all, is_zero, viewed
 from shardlib.compiler.graph.value_facts import EXACT, has_equal_rows, is_index, is_range, uncast
 from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.rules.derived_rules import derive_rule
 from shardlib.rules.iteration_space import arg
 from shardlib.rules.local_forms import local_sort as rules
 from shardlib.rules.rule import Labels, Rule
@@ -176,7 +177,8 @@ class _Region:
             if (dim := _alone(rule.results[0], row)) is not None:
                 of_keys = op.target in _READS and viewed(op.operands[0]) is viewed(self.sort.operands[0])
                 self.orders[result] = _Order(dim, keys=of_keys and at.times == 1)
-        self.rules[op] = rules.ROW_FACTORS, rules.local_lookup_rule(rule, table, entries)
+        lookup = derive_rule(rule, (table, entries), lambda: rules.local_lookup_rule(rule, table, entries))
+        self.rules[op] = rules.ROW_FACTORS, lookup
 
     def _all_in_order(
         self, op: Op, rule: Rule, row: tuple[str, ...], operands: Iterable[int], orders: Mapping[int, _Order]

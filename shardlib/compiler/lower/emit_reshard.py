@@ -20,6 +20,7 @@ from shardlib.compiler.program.sym_int import (
     of_member,
     offset,
     product,
+    table,
     tabulate,
 )
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
@@ -96,7 +97,7 @@ class Mover:
 
     def cross(self, crossing: RefactorExchange, var: Var, out: Var, reason: str, because: Asked | None) -> None:
         """Emits the exchange of a dim that is factored in another way: each member sends what others will hold."""
-        d, n, axes = crossing.dim, group_size(crossing.axes), (*crossing.axes, *crossing.others)
+        d, axes = crossing.dim, (*crossing.axes, *crossing.others)
         x, received = var, out
         if not _in_order(crossing.leaving, crossing.before, axes):
             x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
@@ -104,13 +105,11 @@ class Mover:
         if not _in_order(crossing.arriving, crossing.after, axes):
             received = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
 
-        def sent(i: int, j: int) -> Sym | int:
-            if not crossing.others:  # the same in every group
-                return crossing.sent({a.name: 0 for a in axes}, i, j)
-            size: Sym | int = tabulate(partial(crossing.sent, i=i, j=j), axes, crossing.axes)
-            return size
-
-        sizes = [[sent(i, j) for j in range(n)] for i in range(n)]
+        own = apart(axes, crossing.axes)
+        tables = [crossing.sent(c) for c in everywhere(own, crossing.axes)]  # one of every group
+        sizes: list[list[Any]] = [*tables[0]]
+        if any(other != sizes for other in tables):
+            sizes = [[table(own, each) for each in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
         params = {"split_dim": d, "split_sizes": sizes, "concat_dim": d, "concat_sizes": []}
         self.builder.communicate(
             "all_to_all", crossing.axes, x, received, params, crossing.bytes, "sum", reason, because

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +26,13 @@ def local_sort_rule(call: Call) -> Rule | None:
     shape = call.operands[0].shape
     if len(call.operands) != 1 or len(shape) != 1 or shape[0] < 2:
         return None
+    return _sort_rule(shape[0])
+
+
+@lru_cache(maxsize=256)
+def _sort_rule(size: int) -> Rule:
     labels: Labels = ((_ROW,),)
-    return Rule((labels,), (labels, labels), {_ROW: shape[0]}, local=_by_row(_sort_shard), flops=shape[0])
+    return Rule((labels,), (labels, labels), {_ROW: size}, local=_by_row(_sort_shard), flops=size)
 
 
 def _by_row(emit: Any) -> LocalCode:

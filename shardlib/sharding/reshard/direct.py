@@ -7,6 +7,7 @@ sizes takes an all-to-all along its dim.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
 from functools import lru_cache
 from itertools import accumulate
@@ -164,7 +165,7 @@ class DirectPlanner:
                 if new:
                     self.cut[i] = finer[i]
                     self.emit("slice", new, i, i, 0.0)
-            axes = changed_axes([(self.cut[i], after[i]) for i in group])
+            axes = changed_axes([(self.cut[i], after[i]) for i in group], operator.attrgetter("size"))
             for i in group:
                 self.cut[i] = after[i]
             self.emit("ppermute", axes, group[0], group[0], float(self.itemsize * self.numel()))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from shardlib.sharding.mesh.axis import Axis, group_size
+
+T = TypeVar("T")
 
 
 def plan_permutation(
@@ -42,19 +45,22 @@ def _take_axes(axes: list[Axis], product: float) -> list[Axis] | None:
     return taken
 
 
-def changed_axes(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
-    """Returns the axes along which other shards lie after than before: on another factor, or in front of other axes."""
+def changed_axes(pairs: Sequence[tuple[Sequence[T], Sequence[T]]], size: Callable[[T], int]) -> list[T]:
+    """Returns the axes along which other shards lie after than before: on another factor, or in front of other axes.
+
+    `pairs` holds the axes of each factor before and after; `size` returns the size of an axis.
+    """
     axes_of_pairs = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
-    before, after = (_strides([pair[side] for pair in pairs]) for side in (0, 1))
+    before, after = (_strides([pair[side] for pair in pairs], size) for side in (0, 1))
     return [a for a in axes_of_pairs if before.get(a) != after.get(a)]
 
 
-def _strides(factors: Sequence[Sequence[Axis]]) -> dict[Axis, tuple[int, int]]:
+def _strides(factors: Sequence[Sequence[T]], size: Callable[[T], int]) -> dict[T, tuple[int, int]]:
     """Maps each axis to the factor that it shards, and to the distance in shards between neighbors along it."""
     strides = {}
     for i, axes in enumerate(factors):
         stride = 1
         for axis in reversed(axes):
             strides[axis] = i, stride
-            stride *= axis.size
+            stride *= size(axis)
     return strides

@@ -12,19 +12,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.sharding.chunks import largest_shard, shard_range
+from shardlib.sharding.chunks import largest_shard, shard_range, shard_sizes
 from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords
 from shardlib.sharding.reshard.prices import Prices
 from shardlib.sharding.reshard.step import Axes, FactorAxes, FactorSizes
 
 Dim = tuple[tuple[int, Axes], ...]  # (size, axes) per factor, major first
 Range = tuple[int, int]  # start and stop
+Numbers = NDArray[np.int64]
 MAX_RANGES = 32  # that a device holds of the dim: each is sliced and concatenated separately
 
 
@@ -102,9 +103,13 @@ class RefactorExchange:
                     k += 1
         return parts
 
-    def sent(self, coords: Coords, i: int, j: int) -> int:
-        """Returns the elements of the dim that member i of the group sends to member j."""
-        return self._schedule(coords).sent.get((i, j), 0)
+    def sent(self, coords: Coords) -> list[list[int]]:
+        """Returns the elements of the dim that each member of the group sends to each member, by sender."""
+        n = group_size(self.axes)
+        table = [[0] * n for _ in range(n)]
+        for (i, j), size in self._schedule(coords).sent.items():
+            table[i][j] = size
+        return table
 
     def leaving(self, coords: Coords) -> list[Range]:
         """Lists the local ranges (start, size) of a device in the order in which it sends them to the members."""
@@ -117,37 +122,64 @@ class RefactorExchange:
     @cached_property
     def most(self) -> int:
         """The elements of the dim that the busiest device sends."""
-        most = 0
-        for at in product(*(range(a.size) for a in self.others)):
-            coords = dict.fromkeys((a.name for a in (*self.axes, *self.others)), 0)
-            for axis, c in zip(self.others, at, strict=True):
-                coords[axis.name] += c * axis.post
-            members = [member_coords(coords, self.axes, i) for i in range(group_size(self.axes))]
-            before, after = ([held_ranges(dim, c) for c in members] for dim in (self.before, self.after))
-            received = _CountedRanges([x for ranges in after for x in ranges])
-            for mine, kept in zip(before, after, strict=True):
-                most = max(most, received.overlap(mine) - _CountedRanges(kept).overlap(mine))
-        return most
+        axes = *self.others, *self.axes
+        devices = np.arange(group_size(axes))
+        before, after = (_HeldByAll(dim, axes) for dim in (self.before, self.after))
+        requested = before.overlaps(after, devices // group_size(self.axes))  # by the whole group
+        return int((requested - before.overlaps(after, devices)).max(initial=0))
 
 
-class _CountedRanges:
-    """Ranges of a dim, which may overlap each other."""
+class _HeldByAll:
+    """The ranges of a dim that all devices along `axes` hold, numbered major first."""
 
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self.ends = [np.sort(np.array(x, dtype=np.int64)) for x in ([a for a, _ in ranges], [b for _, b in ranges])]
-        self.sums = [np.concatenate([[0], np.cumsum(x)]) for x in self.ends]
+    def __init__(self, dim: Dim, axes: Axes) -> None:
+        self.count, self.size = group_size(axes), math.prod(int(n) for n, _ in dim)
+        self.owner = np.arange(self.count)
+        self.start, self.stop = np.zeros(self.count, np.int64), np.ones(self.count, np.int64)
+        coords: dict[str, Numbers] = {}
+        for axis, along in zip(axes, np.indices([a.size for a in axes]).reshape(len(axes), -1), strict=True):
+            coords[axis.name] = coords.get(axis.name, np.array(0)) + along * axis.post
+        post, is_whole = 1, True
+        for size, sharded in reversed(dim):
+            edges = np.cumsum([0, *shard_sizes(size, Axis.merge(sharded))])
+            at = np.zeros(self.count, np.int64)
+            for axis in sharded:
+                at = at * axis.size + coords[axis.name] // axis.post % axis.size
+            self._extend(edges[at], edges[at + 1], post, is_whole)
+            post, is_whole = post * int(size), is_whole and not sharded
 
-    def overlap(self, ranges: Sequence[Range]) -> int:
-        """Returns the elements that these have in common with `ranges`, each as often as they hold it."""
-        below_starts, below_stops = self._below(np.array(ranges, dtype=np.int64).reshape(-1, 2)).sum(0)
-        return int(below_stops - below_starts)
+    def _extend(self, first: Numbers, last: Numbers, post: int, is_whole: bool) -> None:
+        """Adds a more major factor, of which devices hold the elements from `first` to `last`, of `post` each.
 
-    def _below(self, points: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns for each point the elements below it."""
-        starts, stops = (np.searchsorted(ends, points) for ends in self.ends)
-        start_sums, stop_sums = self.sums
-        below: NDArray[np.int64] = (starts - stops) * points - start_sums[starts] + stop_sums[stops]
-        return below
+        `is_whole`: all devices hold all of the more minor factors.
+        """
+        if is_whole:
+            self.start, self.stop = first * post, last * post
+            return
+        counts = (last - first)[self.owner]
+        ranges = np.repeat(np.arange(len(counts)), counts)
+        i = np.arange(len(ranges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[self.owner][ranges]
+        self.owner, self.start, self.stop = (
+            self.owner[ranges],
+            self.start[ranges] + i * post,
+            self.stop[ranges] + i * post,
+        )
+
+    def overlaps(self, other: _HeldByAll, groups: Numbers) -> Numbers:
+        """Counts for each device its elements that devices of its group hold in `other`, each as often as they do."""
+        mine, theirs = groups[self.owner] * self.size, groups[other.owner] * self.size  # no two groups overlap
+        starts, stops = np.sort(other.start + theirs), np.sort(other.stop + theirs)
+        start_sums, stop_sums = (np.concatenate([[0], np.cumsum(ends)]) for ends in (starts, stops))
+
+        def count_below(points: Numbers) -> Numbers:
+            i, j = np.searchsorted(starts, points), np.searchsorted(stops, points)
+            below: Numbers = (i - j) * points - start_sums[i] + stop_sums[j]
+            return below
+
+        overlap = count_below(self.stop + mine) - count_below(self.start + mine)
+        counts = np.zeros(self.count, np.int64)
+        np.add.at(counts, self.owner, overlap)
+        return counts
 
 
 class _Schedule:

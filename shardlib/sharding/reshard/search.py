@@ -1,4 +1,4 @@
-"""Searches the cheapest reshard between even shardings by Dijkstra's algorithm over single steps.
+"""Searches the cheapest reshard between even shardings by the A* algorithm over single steps.
 
 A state is the axes of every factor and of the partial sum. A step slices a factor locally, gathers it, moves axes to
 another factor, reduces or reduce-scatters the partial sum, or permutes shards over devices. Axes that stay together
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -74,7 +75,7 @@ def _permute_then_exchange(
                 or not all(map(is_evenly_sharded, parts, between))
             ):
                 continue
-            along = changed_axes([*zip(src, between, strict=True)])
+            along = changed_axes([*zip(src, between, strict=True)], operator.attrgetter("size"))
             first = next(i for i, (x, y) in enumerate(zip(src, between, strict=True)) if x != y)
             n = group_size(axes[k:])
             yield (
@@ -101,7 +102,10 @@ def _blocks(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class _Search:
-    """Dijkstra's algorithm from one sharding to another."""
+    """The A* algorithm from one sharding to another (Hart, Nilsson and Raphael, 1968).
+
+    It drops a state as soon as the bytes that some device still lacks would exceed the cost of the best known way.
+    """
 
     def __init__(
         self,
@@ -123,42 +127,66 @@ class _Search:
 
         self.src: State = (tuple(map(numbered, src)), numbered(pending))
         self.dst: State = (tuple(map(numbered, dst)), ())
+        self.end_bytes = self.nbytes / math.prod(map(group_size, dst))
         self.wanted = [b for run in self.dst[0] for b in run]
         self.movable = [i for i in range(len(parts)) if src[i] or dst[i]]
         self._fits: dict[tuple[int, Blocks], bool] = {}
         self._arranged: dict[tuple[tuple[int, ...], Blocks], list[tuple[Blocks, ...]]] = {}
+        self._missing_memo: dict[State, float] = {}
+        self._axes_memo: dict[Blocks, Axes] = {}
 
     def run(self, direct: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """Returns the cheapest steps, or the `direct` ones if none are cheaper."""
         limit = sum(step.bytes for step in direct)
         bound = sum(step.seconds(self.prices) for step in direct) * (1 - 1e-6)
+        fastest = self.prices.fastest
         best: dict[State, float] = {self.src: 0.0}
         came: dict[State, tuple[State, Move]] = {}
-        queue: list[tuple[float, float, State]] = [(0.0, 0.0, self.src)]
+        queue: list[tuple[float, float, float, State]] = [(0.0, 0.0, 0.0, self.src)]
         while queue:
-            cost, sent, state = heapq.heappop(queue)
+            _, cost, sent, state = heapq.heappop(queue)
             if state == self.dst:
                 return self._trace_back(came, reduce)
             if cost > best[state]:
                 continue
-            for move in self._moves(state, min(limit - sent, (bound - cost) * self.prices.fastest)):
+            is_permuted = state in came and came[state][1][1] == "ppermute"
+            for move in self._moves(state, min(limit - sent, (bound - cost) * fastest), is_permuted):
                 after, total = move[-1], sent + move[0]
+                missing = self._missing(after)
                 least = best.get(after, bound)
-                if total > limit or cost + move[0] / self.prices.fastest >= least:
+                if (
+                    total + missing > limit
+                    or (then := cost + move[0] / fastest) >= least
+                    or then + missing / fastest >= bound
+                ):
                     continue
-                if (then := cost + self._seconds(state, move)) < least:
+                if (then := cost + self._seconds(state, move)) < least and then + missing / fastest < bound:
                     best[after], came[after] = then, (state, move)
-                    heapq.heappush(queue, (then, total, after))
+                    heapq.heappush(queue, (then + missing / fastest, then, total, after))
         return direct
+
+    def _missing(self, state: State) -> float:
+        """Returns the bytes of its shard in `dst` that some device lacks in `state`."""
+        if (missing := self._missing_memo.get(state)) is None:
+            cut, pending = state
+            share = 0.0 if pending else 1.0  # of the shard in `dst`, on the device that holds least
+            for run, end in zip(cut, self.dst[0], strict=True):
+                longer = run[len(end) :]
+                share = 0.0 if any(map(operator.ne, run, end)) else share / math.prod([self.ways[b] for b in longer])
+            missing = self._missing_memo[state] = self.end_bytes * (1 - share)
+        return missing
 
     def _seconds(self, state: State, move: Move) -> float:
         return 0.0 if move[1] == "slice" else self.prices.comm_seconds(self._along(state, move), move[0], move[1])
 
     def _along(self, state: State, move: Move) -> Axes:
         """Returns the axes of a move; for a permutation, the axes along which shards change."""
-        if move[1] != "ppermute":
-            return tuple([a for b in move[2] for a in self.blocks[b]])
-        return tuple(changed_axes([*zip(self._axes(state), self._axes(move[-1]), strict=True)]))
+        blocks = move[2]
+        if move[1] == "ppermute":
+            blocks = tuple(changed_axes([*zip(state[0], move[-1][0], strict=True)], self.ways.__getitem__))
+        if (axes := self._axes_memo.get(blocks)) is None:
+            axes = self._axes_memo[blocks] = tuple([a for b in blocks for a in self.blocks[b]])
+        return axes
 
     def _trace_back(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
         moves: list[tuple[State, Move]] = []
@@ -176,7 +204,7 @@ class _Search:
     def _axes(self, state: State) -> FactorAxes:
         return tuple(tuple(a for b in run for a in self.blocks[b]) for run in state[0])
 
-    def _moves(self, state: State, limit: float) -> Iterator[Move]:
+    def _moves(self, state: State, limit: float, is_permuted: bool) -> Iterator[Move]:
         """Yields the steps from `state` that send at most `limit` bytes."""
         cut, pending = state
         used = {*pending, *(b for run in cut for b in run)}
@@ -202,7 +230,7 @@ class _Search:
         n = math.prod([self.ways[b] for b in pending])
         if pending and 2 * local * (n - 1) / n <= limit:
             yield 2 * local * (n - 1) / n, "all_reduce", pending, -1, -1, (cut, ())
-        if local <= limit:
+        if local <= limit and not is_permuted:  # two permutations are one
             shards = tuple([math.prod([self.ways[b] for b in run]) for run in cut])
             if (every := self._arranged.get((shards, pending))) is None:
                 others = [b for b in range(len(self.blocks)) if b not in pending]

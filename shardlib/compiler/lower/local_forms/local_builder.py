@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.compiler.graph.ir import Op
-from shardlib.compiler.lower.local_forms.record_torch_code import code
+from shardlib.compiler.lower.local_forms.record_torch_code import record_code
 from shardlib.compiler.lower.manual import collective_arguments
 from shardlib.compiler.program.abstract_device import REFUSALS, Local
 from shardlib.compiler.program.nested_args import leaves
@@ -54,6 +54,7 @@ class LocalForm:
     def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
         self.call, self.rule, self.args, self.kwargs = op.call, op.required_rule, args, kwargs
         self._shares: dict[str, list[int]] = {}
+        self._recordings = 0
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder
         self.counts_messages = emitter.counts_messages  # so that steps without messages do not matter
@@ -67,6 +68,15 @@ class LocalForm:
     def prices(self) -> reshard.Prices:
         """Prices of arithmetic and messages on the mesh's machine."""
         return reshard.Prices.for_mesh(self._builder.mesh)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the next recording of the library's code may depend on, besides its arguments."""
+        labels, dims = self._emitter.propagation.labels[self._op], self._emitter.propagation.dims
+        sizes = tuple([(f, *map(dims.size, own)) for f, own in labels.items()])
+        operands = tuple([(v.layout, v.dtype) for v in leaves((self.args, self.kwargs), Var)])
+        place = self._builder.mesh, self.device, torch.get_default_dtype()
+        return id(self.rule), self._recordings, sizes, tuple(self._assignment.items()), operands, place
 
     @property
     def factors(self) -> list[str]:
@@ -202,7 +212,8 @@ class LocalForm:
         return self._builder.now.get(var, var)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return code(self, function, args, kwargs)
+        self._recordings += 1
+        return record_code(self, function, args, kwargs)
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch.TensorType.get()) for r in schema_of(target).returns)

@@ -1,41 +1,57 @@
-"""Records local forms that are torch code: runs them on tensors without values, and emits their calls as steps.
+"""Records local forms that are torch code: runs them on tensors without values.
 
 Devices with shards of the same sizes take the same steps, so the code runs once for each kind of device. Integers that
-differ by device become `Sym`s in the steps. Any other difference is an error.
+differ by device become `Sym`s in the recording. Any other difference is an error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlib.compiler.lower.local_forms import emit_halo
+from shardlib.compiler.lower.local_forms.recording import JoinedCall, Recording, Ref, local_form_error
 from shardlib.compiler.program.abstract_device import REFUSALS, Local, frozen, results_of
 from shardlib.compiler.program.steps import Var
-from shardlib.compiler.program.sym_int import Sym, apart, everywhere, local_value, of_member, place_in, table
-from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
+from shardlib.compiler.program.sym_int import Sym, apart, everywhere, local_value, table
+from shardlib.core.aten.op_names import PAD, SLICE
 from shardlib.core.aten.op_traits import has_trait, returns_list
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.primitives.body import Body, enter_body
 from shardlib.primitives.form_dims import Piece
-from shardlib.sharding.mesh.axis import Axis, Coords, group_size
+from shardlib.rules.rule import Rule
+from shardlib.rules.table import user_rule_text
+from shardlib.sharding.mesh.axis import Axis, Coords
 
 if TYPE_CHECKING:
     from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 
-_HALOS = {"fetch": emit_halo.fetch, "give_back": emit_halo.give_back}
+# Code of the library's local forms, for all plans. The entry holds the rule, because the key has the rule's id.
+_LIBRARY_CODE: BoundedCache[Any, tuple[Rule, Recording]] = BoundedCache(1 << 10)
 
 
-def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def record_code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Emits the calls of `function` with these arguments; returns its results. See `rules.rule.Local.run`."""
     flat, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    key = None if user_rule_text(local.call.target) else (*local.key, *map(_argument_key, flat), tree)
+    if key is None or (entry := _LIBRARY_CODE.get(key)) is None:
+        entry = local.rule, _record(local, function, flat, tree)
+        if key is not None and not local.counts_messages:
+            _LIBRARY_CODE[key] = entry
+    return entry[1].write(local, flat)
+
+
+def _argument_key(x: Any) -> Any:
+    return (x.layout, x.dtype) if isinstance(x, Var) else (type(x), x)
+
+
+def _record(local: LocalForm, function: Callable[..., Any], flat: Sequence[Any], tree: Any) -> Recording:
+    """Runs the code once for each kind of device; returns what all of them do."""
     uneven = [f for f in local.rule.sizes if isinstance(local.size(f), Sym)]
     differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
     kinds: dict[Any, _Run] = {}
@@ -45,7 +61,7 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
         if local.counts_messages:
             first = _Run(local, local.origin).record(function, flat, _on_device(flat, local.origin), tree)
             if not any(has_trait(call.op, "per_device") for call in first.calls):
-                return _write(local, flat, (), [first])  # other devices send nothing either
+                return _join_runs((), [first])  # other devices send nothing either
         while True:
             axes, runs = apart([*differ, *(a for n in queried for a in n.axes)]), []
             for at in everywhere(axes):
@@ -64,21 +80,12 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
                 break
             queried |= runs[-1].queried
     _check(local, list({id(run): run for run in runs}.values()))
-    return _write(local, flat, axes, runs)
+    return _join_runs(axes, runs)
 
 
 def _on_device(flat: Sequence[Any], coords: Coords) -> list[Any]:
     """Returns the arguments on one device, with shapes in place of variables."""
-    return [
-        x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, coords) for x in flat
-    ]
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """The n-th tensor that the code created."""
-
-    n: int
+    return [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, coords) for x in flat]
 
 
 class _Call(NamedTuple):
@@ -101,7 +108,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results: Any = None
         self.guesses = False  # True if a form in `held` comes from the rule, not from torch
         self.queried: dict[Sym, None] = {}  # numbers that differ by device, and that the code queried
-        self._refs: dict[int, tuple[_Ref, Tensor]] = {}
+        self._refs: dict[int, tuple[Ref, Tensor]] = {}
 
     def record(self, function: Callable[..., Any], flat: Sequence[Any], inputs: Sequence[Any], tree: Any) -> _Run:
         """Runs the code; `inputs` has shapes in place of the variables in `flat`."""
@@ -140,7 +147,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def new(self, x: Local) -> Tensor:
         """Returns a new tensor without values."""
         tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-        self._refs[id(tensor)] = _Ref(len(self.held)), tensor
+        self._refs[id(tensor)] = Ref(len(self.held)), tensor
         self.held.append(x)
         return tensor
 
@@ -158,7 +165,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.local.device if isinstance(x, torch.device) else x
 
     def local_value(self, x: Any) -> Any:
-        return self.held[x.n] if isinstance(x, _Ref) else frozen(x, self.local_value)
+        return self.held[x.n] if isinstance(x, Ref) else frozen(x, self.local_value)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(op).is_mutable:
@@ -183,21 +190,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [None if m is None else Local.dense(_shape(self.local, self.coords, i), m.dtype) for i, m in every]
 
     def fault(self, fault: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
-        return _fault(self.local, fault, offenders, remedy)
+        return local_form_error(self.local, fault, offenders, remedy)
 
 
 def _shape(local: LocalForm, coords: Coords, result: int) -> tuple[int, ...]:
     """Returns the shape of a device's shard of a result."""
     return tuple(math.prod(local_value(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
-
-
-def _fault(local: LocalForm, fault: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
-    return ShardingError(
-        f"the local form of {local.call.target} {fault}",
-        offenders,
-        rule="it is torch code for one device, which makes the pieces of the results, and takes the same steps on all",
-        remedy=remedy or "let nothing but arguments and shapes decide what it does; it never sees values",
-    )
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -214,12 +212,16 @@ def _check(local: LocalForm, runs: Sequence[_Run]) -> None:
     for run in rest:
         for a, b in zip(mine, _steps(run), strict=False):
             if a != b:
-                raise _fault(local, "takes other steps on other devices", [f"{a} on the first", f"{b} on another"])
+                raise local_form_error(
+                    local, "takes other steps on other devices", [f"{a} on the first", f"{b} on another"]
+                )
         if len(run.calls) != len(first.calls):
-            raise _fault(local, "takes more steps on some devices", [f"{len(first.calls)} and {len(run.calls)}"])
+            raise local_form_error(
+                local, "takes more steps on some devices", [f"{len(first.calls)} and {len(run.calls)}"]
+            )
     wrong = [fault for run in runs for fault in _unlike(local, run)]
     if wrong:
-        raise _fault(local, "makes other results than the rule says", list(dict.fromkeys(wrong)))
+        raise local_form_error(local, "makes other results than the rule says", list(dict.fromkeys(wrong)))
 
 
 def _with_defaults(call: _Call) -> _Call:
@@ -238,7 +240,7 @@ def _steps(run: _Run) -> list[str]:
     """Returns the calls and results as text, with `n` for every integer."""
 
     def text(x: Any) -> str:
-        if isinstance(x, _Ref):
+        if isinstance(x, Ref):
             return f"%{x.n}"
         if isinstance(x, list | tuple):
             return f"[{', '.join(map(text, x))}]"
@@ -262,7 +264,7 @@ def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
     for i, (ref, meta) in enumerate(zip(results, wanted, strict=True)):
         if meta is None:
             continue
-        if not isinstance(ref, _Ref):
+        if not isinstance(ref, Ref):
             yield f"result {i} is {ref!r}, no tensor"
             continue
         x = run.held[ref.n]
@@ -271,77 +273,47 @@ def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
             yield f"result {i} is {list(x.shape)} of {x.dtype}, not {list(shape)} of {meta.dtype}"
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- joined runs ------------------------------------------------------------------------------------------------------
 
 
-def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: Sequence[_Run]) -> Any:
-    """Emits the common calls; `runs` has one run for every position along `axes`."""
-    values: list[Any] = [x for x in flat if isinstance(x, Var)]
-    values += values[:1]  # the tensor `like` of a body
+def _join_runs(axes: tuple[Axis, ...], runs: Sequence[_Run]) -> Recording:
+    """Joins the runs, one for every position along `axes`; all take the same steps."""
 
     def joined(each: Sequence[Any]) -> Any:
         """Merges an argument of all devices; integers that differ become `Sym`s."""
         first = each[0]
-        if isinstance(first, _Ref):
-            return values[first.n]
         if isinstance(first, list | tuple):
             return [joined(x) for x in zip(*each, strict=True)]
         if isinstance(first, dict):
             return {k: joined([x[k] for x in each]) for k in first}
         return table(axes, each) if type(first) is int else first
 
+    joined_calls = []
     for calls in zip(*(run.calls for run in runs), strict=True):
         op, out = calls[0].op, calls[0].out
-        args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
-        if all(map(_returns_operand, runs, calls)):
-            values.append(args[0])
-        elif has_trait(op, "per_device"):
+        shape, nbytes = (), 0
+        if has_trait(op, "per_device"):
             before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
+            shape = tuple(joined([x.shape for x in before]))
             nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
-            values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
-        else:
-            write = partial(local.emit, op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
-            if op is VIEW:  # equal views of a value are one view, so that ops on them share its borders
-                source, shape = args
-                results = tuple(map(local.now, local.once((VIEW, local.now(source), tuple(shape)), write)))
-            else:
-                results = write()
-            values += [x for x, ref in zip(results, out, strict=True) if ref is not None]
-    return joined([run.results for run in runs])
+        joined_calls.append(
+            JoinedCall(
+                op,
+                joined([c.args for c in calls]),
+                joined([c.kwargs for c in calls]),
+                tuple(ref and runs[0].held[ref.n] for ref in out),
+                all(map(_returns_operand, runs, calls)),
+                shape,
+                nbytes,
+            )
+        )
+    return Recording(tuple(joined_calls), joined([run.results for run in runs]))
 
 
 def _returns_operand(run: _Run, call: _Call) -> bool:
-    """Returns whether a call returns its operand: a full slice, or an empty pad."""
     if run.guesses:
         return False
     if call.op is SLICE:
         before, after = (run.held[ref.n].shape for ref in (call.args[0], call.out[0]))
         return bool(before == after)
     return call.op is PAD and not any(call.args[1])
-
-
-def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequence[Sym | int], nbytes: int) -> Var:
-    """Emits a collective along factors of the rule, over the axes that shard them."""
-    source: Var = args[0]
-    names, *rest = args[1:]
-    axes = Axis.merge(a for f in names for a in local.axes(f))
-    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), group_size(axes)
-    if kind in _HALOS:
-        dim, *ranges, name = rest
-        rows = emit_halo.Slab(local, names[0], dim, name, source, tuple(before))
-        pairs = (
-            [local.calc(lambda low, high: (low, high), *r) for r in zip(n[::2], n[1::2], strict=True)] for n in ranges
-        )
-        return _HALOS[kind](rows, *pairs)
-    if kind == "axis_index":
-        args = source, [], place_in(axes)
-        return local.emit(FILLED, args, {"dtype": torch.int64}, [Local.dense((), torch.int64)])[0]
-    if n == 1 and (kind != "ppermute" or rest[0]):
-        return source  # to itself
-    members = [[of_member(size, axes, i) for i in range(n)] for size in before]
-    if kind == "gather":
-        return local.communicate("all_gather", names, source, members, rest, nbytes)
-    if wrong := [m for m in members if len(set(m)) > 1]:
-        offenders = [f"of a dim they have {', '.join(map(str, sizes))}" for sizes in wrong]
-        raise _fault(local, f"hands pieces that differ in size to {kind}", offenders, "pad them to one size")
-    return local.communicate(kind, names, source, members, rest, nbytes)

@@ -21,7 +21,7 @@ from shardlib.compiler.propagate.solver.estimate import Choices, Weights
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 
-_WRITTEN, _BRIEFLY = 1 << 20, 1 << 14  # the most entries of a table; fewer for a brief bound
+_WRITTEN = 1 << 20  # the most entries of a table
 _TURNS = 30
 _MANY = 128  # with more decisions, choices are not ruled out one by one
 _TRIALS = 3  # to write down all tables; sums of `_ROUGHLY` entries tell which choices to rule out
@@ -63,10 +63,10 @@ class Minimum:
     choices: Choices
 
 
-def lower_bound(search: Search, *, brief: bool = False) -> LowerBound:
-    """Returns the bound for a search, with every op deciding alone if it may; a `brief` one is quicker and lower."""
+def lower_bound(search: Search) -> LowerBound:
+    """Returns the bound for a search, with every op deciding alone if it may."""
     variables = _deciding(search)
-    decided, best = search.estimate.cost(_kinds(variables), search.choices), find_minimum(search, brief=brief)
+    decided, best = search.estimate.cost(_kinds(variables), search.choices), find_minimum(search)
     return LowerBound(min(best.seconds, decided), decided, best.exact, len(variables))
 
 
@@ -81,7 +81,7 @@ def _kinds(variables: Iterable[Variable]) -> list[UnitClass]:
     return [unit_class for variable in variables for unit_class in variable]
 
 
-def find_minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
+def find_minimum(search: Search, largest: int = 1 << 20) -> Minimum:
     """Returns the least estimate of all choices of a search, or less, with sums of at most `largest` entries.
 
     Choices that are certainly worse than the present decision are ruled out, so that tables get smaller.
@@ -93,18 +93,17 @@ def find_minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False)
     free: dict[Variable, tuple[Domain, Numbers]] = {}
     for variable, domain in domains.items():
         free[variable] = worth.get(variable, (domain, np.array([domain.number.get(search.choices[variable[0]], 0)])))
-    written, turns, largest = (_BRIEFLY, 1, _BRIEFLY) if brief else (_WRITTEN, _TURNS, largest)
     for trial in range(_TRIALS):
-        tables, whole = estimate.tables(free, search.choices, weights, written)
+        tables, whole = estimate.tables(free, search.choices, weights, _WRITTEN)
         sizes = {v[0]: len(at) for v, (_, at) in free.items()}
-        if whole or brief or len(free) > _MANY or trial == _TRIALS - 1:
+        if whole or len(free) > _MANY or trial == _TRIALS - 1:
             break
         floor = find_floors(tables, sizes, _ROUGHLY)
         free = {
             v: (domain, at[np.broadcast_to(floor[v[0]], len(at)) <= limit * (1 + _ROUNDING)])
             for v, (domain, at) in free.items()
         }
-    best = find_least(tables, sizes, largest, written=written, turns=turns)
+    best = find_least(tables, sizes, largest, written=_WRITTEN, turns=_TURNS)
     choices = list(search.choices)
     for variable, (domain, at) in free.items():
         for unit_class in variable:
