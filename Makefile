@@ -19,11 +19,11 @@ help:
 	@echo "make browser  set up, run the tests of a plan's page, where Chromium is installed"
 	@echo "make slow   set up, run the largest tests: some hours"
 	@echo "make docs   set up, build the site of docs/ into site/"
-	@echo "make bench  set up, print the figures of the README's table"
+	@echo "make bench  set up, print the times of steps, as in docs/figures.md"
 	@echo "make clean  remove what the others made"
 
 demo: $(STAMP)
-	@echo "== train a GPT on the standard library's sources, data=2 x tensor=4 virtual devices"
+	@echo "== train a GPT on the standard library's sources"
 	$(BIN)/python -m shardlib.examples.train_gpt $(ARGS)
 
 test: lint types tests

@@ -117,7 +117,8 @@ def _refuse_other_meshes(name: str, tensors: Sequence[tuple[Any, str]], mesh: Me
             f"{name} takes tensors of another mesh than the current one, {mesh}",
             others,
             rule="all tensors of a program live on one mesh",
-            remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
+            remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh; or, for tensors of a "
+            "module, make the call inside `with` their mesh",
         )
 
 

@@ -30,7 +30,7 @@ PROMPT = b"def "
 TIMED_STEPS = 3  # the steps after the first that the estimate of the run's time is measured on
 NEXT = """\
 next: the same command with more options, as in make demo ARGS="--resume --steps {more}"
-  --data {size} --tensor 1: another mesh, the same losses by another plan
+  --data {axes[0]} --tensor {axes[1]}: another mesh, the same losses by another plan
   --resume --steps {more}: go on from the last checkpoint, on any mesh
 and to read: {out}/plan.html, the plan's page, in a browser; notebooks/01_first_steps.ipynb"""
 
@@ -211,7 +211,8 @@ def train(options: Options) -> Run:
             loss = f"loss {curve[0]} -> {curve[-1]} nats per byte{validation}" if curve else "no step"
             run.say(f"\n--- the model goes on from {PROMPT.decode()!r}:\n{sample}\n---")
             run.say(f"\n{loss}; sample, curve, losses, plan and checkpoints are in {options.out}\n")
-            run.say(NEXT.format(more=2 * options.steps, size=mesh.size, out=options.out))
+            axes = (mesh.size, 1) if options.tensor > 1 else (1, mesh.size)
+            run.say(NEXT.format(more=2 * options.steps, axes=axes, out=options.out))
     return run
 
 

@@ -154,7 +154,7 @@ def _list_placeable(module: nn.Module, mesh: Mesh) -> list[NamedTensor]:
             f"{caller} on {mesh} finds parameters on another mesh",
             others,
             rule="the parameters of a module live on one mesh",
-            remedy="give that mesh, or a module that is not placed yet",
+            remedy="give that mesh, or a new module; sl.Checkpoints carries values from mesh to mesh",
         )
     return tensors
 

@@ -158,7 +158,8 @@ def resolve_strategy(strategy: str | Strategy | Callable[[], Strategy] | None) -
     resolved = named() if callable(named) else named
     if not isinstance(resolved, Strategy) and strategy is not None:
         raise ShardingError(
-            f"strategy={strategy!r} is no strategy", remedy=f"one of {', '.join(NAMED)}, or sl.strategies.fsdp('data')"
+            f"strategy={strategy!r} is no strategy",
+            remedy=f"one of {', '.join(NAMED)} (fsdp is ZeRO-3), or sl.strategies.fsdp('data')",
         )
     return resolved or ddp()
 

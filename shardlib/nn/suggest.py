@@ -90,7 +90,8 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
         raise ShardingError(
             f"suggest({type(module).__name__}) on ({', '.join(f'{a}={n}' for a, n in mesh.axes.items())})",
             [f"it has no axis {axis!r}" if axis else f"none of its axes is called {', '.join(TENSOR)}"],
-            remedy='name the axis, suggest(module, mesh, *example, axis="model")',
+            remedy='name the axis, suggest(module, mesh, *example, axis="model"); data axes need no table: '
+            'parallelize(module, strategy="fsdp")',
         )
     table, why = propose_specs(module, mesh, axis, example, more)
     if not table:

@@ -158,14 +158,15 @@ def from_local(
     x: Tensor | Sequence[Tensor],
     spec: str | P | Spec,
     *,
+    mesh: Mesh | None = None,
     sizes: Mapping[str, int | Sequence[int]] | None = None,
     **lengths: int,
 ) -> ShardedTensor:
     """Joins shards to a global tensor: each rank's own `x`, or on virtual devices a list of shards.
 
-    `spec` is the layout, as in `shard`; the sizes of sharded dims are added up over the devices. Uneven shards have the
-    sizes that `shard` would give them, or those of `sizes`. Devices with the same shard must have the same values. The
-    result takes over the shards' memory.
+    `spec` is the layout on `mesh` (None: the current one), as in `shard`; the sizes of sharded dims are added up over
+    the devices. Uneven shards have the sizes that `shard` would give them, or those of `sizes`. Devices with the same
+    shard must have the same values. The result takes over the shards' memory.
 
     Differentiable, as `DTensor.from_local` is: the gradient of a shard is a shard of the gradient. On virtual devices,
     copies of a shard share its gradient equally, so that a tensor behind all copies gets the same gradient as through
@@ -182,7 +183,7 @@ def from_local(
     """
     caller = f"from_local(x, {str(spec)!r})"
     shards = [x] if isinstance(x, Tensor) else list(x)
-    mesh = _check_from_local(caller, shards)
+    mesh = _check_from_local(caller, shards, mesh or current_mesh())
     shapes = _gather_shapes(mesh, shards, caller)
     resolved = _resolve_layout(mesh, spec, {**(sizes or {}), **lengths}, shapes, caller)
     _refuse_different_copies(mesh, shards, resolved.layout, caller)
@@ -193,9 +194,8 @@ def from_local(
     return tensor_hooks.from_shards(shards, form)
 
 
-def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
-    """Returns the current mesh; raises `ShardingError` without one, in a trace, and for unsuitable shards."""
-    mesh = current_mesh()
+def _check_from_local(caller: str, shards: Sequence[Tensor], mesh: Mesh | None) -> Mesh:
+    """Returns the mesh; raises `ShardingError` without one, in a trace, and for unsuitable shards."""
     if is_tracing():
         raise NoProgramError(
             f"{caller} is in a traced function",
@@ -207,7 +207,7 @@ def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
         raise ShardingError(
             f"{caller} is {'outside any mesh' if mesh is None else f'on {mesh}, which has no devices'}",
             rule="shards lie on the devices of the current mesh",
-            remedy="put it inside `with Mesh(data=2, tensor=4):`",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
     for shard in shards:
         refuse_recorded(caller, shard)

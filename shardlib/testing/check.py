@@ -77,6 +77,8 @@ def check(
 ) -> CheckReport:
     """Runs `fn` on one device as plain torch, and sharded on `mesh`; compares every result.
 
+    Without `mesh`, it is the current one, else that of the tensors that the call reads, as in `jit`.
+
     Results include the state after a call: arguments, parameters, buffers, `.grad` and an optimizer's moments. A
     function that changes state runs three times; each run starts from the same state. The run on one device has no
     ShardedTensors: a parallelized module runs with whole parameters. (The report lists tensors that stay on the mesh.)
@@ -107,15 +109,9 @@ def check(
           gradient of x f32[4@data, 3]: error ... (tolerance 1e-05)
           gradient of w f32[3, 2]: error ... (tolerance 1e-05)
     """
-    mesh = mesh or current_mesh()
-    if mesh is None:
-        raise ShardingError(
-            "check is called outside any mesh",
-            rule="it compares one device with the current mesh",
-            remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
-        )
     step = _copy_jitted(fn, in_specs, out_specs)
     register_mappings((args, kwargs))
+    mesh = mesh or current_mesh() or step.plan(*args, **kwargs).mesh  # outside any mesh, that of the tensors
     with mesh:
         comparison = _Comparison(step, mesh, args, kwargs, rtol, atol)
         comparison.compare_results()

@@ -6,6 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,8 +313,8 @@ def test_a_wrong_shape_in_a_parallelized_module() -> None:
     for line in ("test_first_day.py", "  * in 1.1, a Linear", "  * Linear.weight is float32[2, 6]"):
         assert line in message
     assert message.endswith(
-        "Rule: plain torch fails here, too: shapes and dtypes are those of one device\n"
-        "Remedy: mend the line: it fails on one device, too"
+        "Rule: shapes and dtypes are those of one device; in a shard_map body, of one shard\n"
+        "Remedy: mend the line: plain torch refuses these operands, too"
     )
 
 
@@ -421,3 +422,42 @@ def test_a_first_habit_works(what: str) -> None:
     with GRID:
         ours = RIGHT[what](shard(X, "batch _"), sl.parallelize(copy.deepcopy(model), SPEC))
     assert ours == pytest.approx(RIGHT[what](X, model), rel=1e-5)
+
+
+# --- a mesh beside the `with` block -----------------------------------------------------------------------------------
+
+
+def test_from_local_takes_a_mesh() -> None:
+    rows = [X[:2], X[2:]]
+    pair = Mesh(data=2)
+    with OTHER:
+        assert sl.from_local(rows, "batch@data _", mesh=pair).mesh == pair
+    assert torch.equal(sl.from_local(rows, "batch@data _", mesh=pair).full_tensor(), X)
+    with pytest.raises(ShardingError, match=r"is outside any mesh\n.*\nRemedy: .*, or give mesh="):
+        sl.from_local(rows, "batch@data _")
+
+
+def test_a_model_of_another_mesh_is_called_on_its_own() -> None:
+    step = sl.jit(lambda x: PLACED(x).sum())
+    with OTHER, pytest.raises(ShardingError, match="takes tensors of another mesh") as error:
+        step(X)
+    assert "make the call inside `with` their mesh" in str(error.value)
+    with GRID:
+        torch.testing.assert_close(step(X).full_tensor(), MODEL(X).sum())
+
+
+def test_parallelize_for_another_mesh(tmp_path: Path) -> None:
+    with pytest.raises(ShardingError, match=r"finds parameters on another mesh(.|\n)*or a new module; sl\.Checkpoints"):
+        sl.parallelize(PLACED, {}, strategy="fsdp", mesh=OTHER)
+    checkpoints = sl.Checkpoints(tmp_path)
+    checkpoints.save(1, {"model": PLACED})
+    moved = sl.parallelize(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), {}, strategy="fsdp", mesh=OTHER)
+    checkpoints.load({"model": moved})
+    torch.testing.assert_close(moved(X).full_tensor(), MODEL(X))
+
+
+def test_a_shape_of_a_shard_is_not_called_that_of_one_device() -> None:
+    with GRID, pytest.raises(ShardingError) as error:
+        sl.shard_map(lambda x: x.view(4, 6), in_specs="n@data _", out_specs="n@data _")(X)
+    assert "one device, too" not in str(error.value)
+    assert "in a shard_map body, of one shard" in str(error.value)

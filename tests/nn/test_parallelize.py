@@ -565,7 +565,11 @@ def test_strategies_that_do_not_fit() -> None:
         ({"x": 4}, "fsdp", "none of its axes is called pod, replica, data"),
         ({"data": 4}, "hsdp", "it has no axis 'replica'\n  * it has no axis 'shard'"),
         ({"data": 4}, S.fsdp("dat"), "it has no axis 'dat'"),
-        ({"data": 4}, "zero3", "strategy='zero3' is no strategy"),
+        (
+            {"data": 4},
+            "zero3",
+            "strategy='zero3' is no strategy\nRemedy: one of ddp, zero1, zero2, fsdp, hsdp (fsdp is ",
+        ),
         ({"data": 2, "x": 2}, None, "nothing says what 'x' shards"),
         ({"data": 2, "tensor": 2}, None, "nothing says which weights 'tensor' shards: Linear has no tp_plan"),
     ):
@@ -1546,6 +1550,7 @@ def test_names_with_marks_of_patterns() -> None:
 def test_what_suggest_cannot_do() -> None:
     for module, mesh, text in (
         (nn.Linear(8, 8), Mesh.abstract(data=2), "none of its axes is called tensor, model, tp"),
+        (nn.Linear(8, 8), Mesh.abstract(data=2), r'data axes need no table: parallelize\(module, strategy="fsdp"\)'),
         (nn.Linear(2, 2), Mesh.abstract(tensor=8), "finds no weight that 'tensor' could shard"),
     ):
         with pytest.raises(ShardingError, match=text):

@@ -631,7 +631,7 @@ def test_what_torch_refuses_is_said_on_the_users_line(name, caplog):
         fn(W, W)
     words = str(plain.value).partition("\n")[0].rstrip(".")
     assert words in head, "torch's own words, as on one device"
-    for text in (*texts, "test_torch_habits.py", "Rule: plain torch fails here, too"):
+    for text in (*texts, "test_torch_habits.py", "Rule: shapes and dtypes are those of one device"):
         assert text in str(caught.value)
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], "the error says it all"
 

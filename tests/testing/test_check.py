@@ -367,7 +367,9 @@ def test_tolerances(tolerance: dict[str, float], passes: bool) -> None:
 
 
 def test_outside_any_mesh() -> None:
-    with pytest.raises(ShardingError, match="check is called outside any mesh"):
+    x = shard(torch.arange(4.0), "n@data", mesh=Mesh(data=2))
+    assert str(check(lambda x: x.square().sum(), x)).startswith("<lambda> on Mesh(data=2): the same as on one device")
+    with pytest.raises(ShardingError, match="<lambda> is called outside any mesh"):
         check(lambda x: x, torch.ones(2))
 
 

@@ -43,7 +43,6 @@ _TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError
 _TYPES[ValueError] = ShardingError
 
 _NOT_TRIED = RealOutcome()
-_TOO = "it fails on one device, too"
 
 # Torch logs errors of fake tensors with their traceback; our error says the same.
 logging.getLogger(FAKES_LOG).addFilter(lambda record: not is_tracing())
@@ -129,10 +128,8 @@ def describe_refusal(
     know.
     """
     if outcome.error is not None:
-        rule, remedy = (
-            "plain torch fails here, too: shapes and dtypes are those of one device",
-            "mend the line: " + _TOO,
-        )
+        rule = "shapes and dtypes are those of one device; in a shard_map body, of one shard"
+        remedy = "mend the line: plain torch refuses these operands, too"
     elif outcome.runs:
         rule = (
             "torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
@@ -140,7 +137,7 @@ def describe_refusal(
         remedy = "convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
     else:
         rule = "a jitted function, and the forward of a parallelized module, calls torch as on one device"
-        remedy = f"mend the line: {_TOO}, unless Python looks at values there, which are not known yet"
+        remedy = "mend the line: it fails on one device, too, unless Python looks at values, which are not known yet"
     out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
         f"torch refuses {name}: {_first_sentence(outcome.error or error).rstrip('.')}",
         [*places, *(f"{label} is {_described(x)}" for label, x in operands)],

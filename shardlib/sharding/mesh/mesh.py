@@ -76,9 +76,7 @@ class Mesh(DeviceGrid):
 
     def __init__(
         self,
-        axes: Mapping[str, int] | None = None,
-        /,
-        *,
+        *axes: Mapping[str, int],
         rules: Rules | None = None,
         device: str | None = None,
         strict: bool = False,
@@ -91,9 +89,7 @@ class Mesh(DeviceGrid):
     @classmethod
     def abstract(
         cls,
-        axes: Mapping[str, int] | None = None,
-        /,
-        *,
+        *axes: Mapping[str, int],
         rules: Rules | None = None,
         device: str | None = None,
         strict: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], sta
         names.add(name)
     listing = ", ".join(f"{name}={size}" for name, size in sizes)
     for logical, to in rules.items():
-        if not _is_name(logical) or logical == "_":
+        if not (isinstance(logical, str) and logical.isidentifier()) or logical == "_":
             faults.append(f"rule {logical!r} is not a logical name")
         axes = (to,) if isinstance(to, str) else to or ()
         if len(set(axes)) < len(axes):
@@ -162,8 +162,12 @@ def parse_mesh(text: str) -> tuple[str, list[Any], dict[str, Any], dict[str, Any
         ) from error
 
 
-def list_axes(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+def list_axes(mappings: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Merges the axes that a call of `Mesh` passes as a mapping and by name."""
-    if not isinstance(axes, Mapping | None):
-        raise ShardingError(f"{axes!r} does not name the axes of a mesh", remedy="write Mesh(data=2, tensor=4)")
-    return [*(axes or {}).items(), *sizes.items()]
+    if len(mappings) > 1 or not all(isinstance(mapping, Mapping) for mapping in mappings):
+        raise ShardingError(
+            f"Mesh({', '.join(map(repr, mappings))}) does not name the axes of a mesh",
+            rule="axes are keywords, or one dict from names to sizes",
+            remedy='write Mesh(data=2, tensor=4), or Mesh({"data": 2, "tensor": 4})',
+        )
+    return [item for mapping in (*mappings, sizes) for item in mapping.items()]

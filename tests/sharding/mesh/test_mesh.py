@@ -62,6 +62,7 @@ def test_group_ranks_over_parts_of_an_axis():
 
 # Texts and not meshes: ranks import this module too, and their world has another size.
 TEXTS = [
+    "Mesh(data=2, rules={'in': 'data'})",
     "Mesh(data=2, tensor=4)",
     "Mesh(tensor=4, data=2)",
     "Mesh(data=2, rules={'batch': 'data'})",
@@ -153,7 +154,10 @@ def test_all_faults_of_a_mesh_come_at_once():
         (lambda: Mesh.parse("Grid(data=2)"), "'Grid(data=2)' cannot be read as a mesh"),
         (lambda: Mesh.parse("Mesh(data=open('x'))"), "cannot be read as a mesh"),
         (lambda: Mesh.parse("Mesh(**{})"), "cannot be read as a mesh"),
-        (lambda: Mesh(8), "8 does not name the axes of a mesh"),
+        (lambda: Mesh(8), "Mesh(8) does not name the axes of a mesh"),
+        (lambda: Mesh(2, 4), "Mesh(2, 4) does not name the axes of a mesh"),
+        (lambda: Mesh((2, 4), ("data", "tensor")), "Mesh((2, 4), ('data', 'tensor')) does not name the axes"),
+        (lambda: Mesh.abstract((2, 4), ("data", "tensor")), "Remedy: write Mesh(data=2, tensor=4), or Mesh({"),
     ],
 )
 def test_wrong_questions_have_clear_answers(ask, text):

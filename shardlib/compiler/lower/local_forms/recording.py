@@ -100,7 +100,7 @@ def _communicate(local: LocalForm, call: JoinedCall, args: list[Any]) -> Var:
         )
         return _HALOS[kind](rows, *pairs)
     if kind == "axis_index":
-        index = source, [], place_in(axes)
+        index: tuple[Any, ...] = source, [], place_in(axes)
         return local.emit(FILLED, index, {"dtype": torch.int64}, [Local.dense((), torch.int64)])[0]
     if n == 1 and (kind != "ppermute" or rest[0]):
         return source  # to itself
