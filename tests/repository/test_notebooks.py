@@ -1,8 +1,9 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, has a picture, and shows its outputs of today."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,14 @@ import pytest
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SHORT = 1  # so many of them are part of `make test`: the others compile models, most of them several in several ways
-GALLERY = 7  # from this number on, notebooks are part of `make long`
+SHORT = 1  # the first of them are part of `make test`; the others compile models, most of them in several ways
 
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest) -> dict[Path, Any]:
-    """The notebooks that tests were selected of, run; or why one did not run to its end."""
-    given = [
-        item.callspec.params
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    chosen = {params["path"] for params in given if params.get("path") in NOTEBOOKS}
+    """Runs the notebooks of the selected tests; has the error of one that did not run to its end."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    chosen = {i.callspec.params["path"] for i in items if i.function is test_runs_and_says_what_it_said}
     return asyncio.run(_run(sorted(chosen)))
 
 
@@ -35,35 +31,32 @@ async def _run(paths: list[Path]) -> dict[Path, Any]:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
-    found: dict[Path, Any] = {}
+    results: dict[Path, Any] = {}
     kernel = AsyncKernelManager(kernel_name="python3")
     try:
         for path in paths:
-            found[path] = nbformat.read(path, as_version=4)
+            results[path] = nbformat.read(path, as_version=4)
             client = NotebookClient(
-                found[path], km=kernel, timeout=120, resources={"metadata": {"path": str(path.parent)}}
+                results[path], km=kernel, timeout=120, resources={"metadata": {"path": str(path.parent)}}
             )
             try:  # PYTHONPATH: so that a tree that is not installed serves too
                 await client.async_execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
             except CellExecutionError as error:
-                found[path] = error
+                results[path] = error
             client.kc.execute("%reset -f")
             client.kc.stop_channels()
     finally:
         await kernel.shutdown_kernel(now=True)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[] if i < SHORT else pytest.mark.slow if i + 1 < GALLERY else pytest.mark.long)
-        for i, path in enumerate(NOTEBOOKS)
-    ],
+    [pytest.param(path, marks=[] if i < SHORT else pytest.mark.long) for i, path in enumerate(NOTEBOOKS)],
     ids=lambda path: path.stem,
 )
 def test_runs_and_says_what_it_said(path: Path, ran: dict[Path, Any]) -> None:
-    """The outputs in the file, which readers see on the web, are those of today; pictures are there."""
+    """The stored outputs, which readers see on the web, are those of today."""
     import nbformat
 
     if isinstance(ran[path], Exception):
@@ -73,23 +66,34 @@ def test_runs_and_says_what_it_said(path: Path, ran: dict[Path, Any]) -> None:
     assert any(before)
 
 
-def _outputs(cell: Any) -> list[str]:
-    """Texts as they are, and of pictures that there is one; warnings go to stderr.
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_have_a_picture_and_no_warning(path: Path) -> None:
+    outputs = [out for cell in json.loads(path.read_text())["cells"] for out in cell.get("outputs", [])]
+    assert any(map(_is_picture, outputs))
+    assert not [out for out in outputs if out["output_type"] == "error" or out.get("name") == "stderr"]
 
-    What is printed comes in as many messages as it happens to.
+
+def _is_picture(out: Any) -> bool:
+    return any(kind.startswith("image/") for kind in out.get("data", {}))
+
+
+def _outputs(cell: Any) -> list[str]:
+    """Lists texts, and "a picture" for each picture, without warnings, which go to stderr.
+
+    Prints of one cell arrive in any number of messages: they are joined.
     """
-    found, printed = [], False
+    texts: list[str] = []
+    printed = False
     for out in cell.get("outputs", []):
-        data = out.get("data", {})
         if out.get("name") == "stderr":
             continue
-        text = "a picture" if "image/png" in data else out.get("text") or data["text/plain"]
+        text = "a picture" if _is_picture(out) else out.get("text") or out["data"]["text/plain"]
         if printed and "text" in out:
-            found[-1] += text
+            texts[-1] += text
         else:
-            found.append(text)
+            texts.append(text)
         printed = "text" in out
-    return found
+    return texts
 
 
 def test_there_are_notebooks() -> None:

@@ -18,7 +18,7 @@ from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import compiling, skip_dynamo
-from shardlib.core.errors import EffectError, NoProgramError, ShardingError, SideEffectError
+from shardlib.core.errors import EffectError, NoProgramError, ShardingError, SideEffectError, TraceAnewError
 from shardlib.core.mode_restore import without_function_modes
 from shardlib.core.progress import show_progress
 from shardlib.core.source_lines import caller_at
@@ -42,6 +42,7 @@ from shardlib.frontend.side_effects.leaks import refuse_late, refuse_leaks
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.side_effects.refused_effects import refuse_effects
 from shardlib.frontend.side_effects.snapshot import Snapshot
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.program_cache import PROGRAMS, Programs
 from shardlib.jit.call.shared_trace import is_one_trace, tracer
@@ -140,6 +141,10 @@ class Invocation:
                         late = watch.late(left)
             except LookedAtGradientError:
                 programs.changing.grads = True
+                self.read()
+                continue
+            except _ChangedNumberError:
+                programs.changing.add(watch.numbers, watch.holders, watch.logs)
                 self.read()
                 continue
             left_behind = watch.undo(left)
@@ -250,7 +255,7 @@ class Invocation:
                 watch=watch,
                 donate=function.donate,
                 options=function.options,
-                tracer=tracer(self.key, self.leaves),
+                tracer=self._trace,
                 before=self._before(),
                 clock=clock,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
@@ -266,6 +271,13 @@ class Invocation:
         if function.only_returns:
             _refuse_effects(function.name, compiled)
         return Plan(compiled)
+
+    def _trace(self, *args: Any, watch: MutationTracker, **how: Any) -> TracedFunction:
+        """Traces the call; stops before the other stages if the function changes a number that is no input yet."""
+        traced = tracer(self.key, self.leaves)(*args, watch=watch, **how)
+        if not watch.numbers <= self.programs.changing.numbers:
+            raise _ChangedNumberError
+        return traced
 
     def _before(self) -> Iterator[Compiled]:
         """Yields earlier programs for this mesh and these modes, the last one first."""
@@ -292,6 +304,10 @@ def _refuse_effects(name: str, compiled: Compiled) -> None:
             rule="outside jit, a transform of torch.func calls a function more than once",
             remedy="put jit around the transform: sl.jit(sl.grad(f))(x)",
         )
+
+
+class _ChangedNumberError(TraceAnewError):
+    """A function changes a number that its trace took for a constant."""
 
 
 @contextmanager

@@ -293,6 +293,29 @@ def test_numbers_that_are_sizes(name: str) -> None:
     each(SIZES[name], [(X, n) for n in (1, 2, 3)])
 
 
+def test_a_counter_costs_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that a function changes is an input of its first program: no later stage runs twice."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    searches, propagate = [], compiling.propagate
+    monkeypatch.setattr(
+        compiling, "propagate", lambda *args, **how: (searches.append(args), propagate(*args, **how))[1]
+    )
+    model, plain = Model(), Model()
+    step = sl.jit(model.__call__)
+    for _ in range(3):
+        same(step(X), plain(X))
+    assert model.calls == plain.calls == 3
+    assert len(searches) == 1
+
+
 def test_a_counter_is_for_its_rest() -> None:
     """Every so many steps something else happens: that is as many programs as there are rests, whatever the count."""
     each(lambda x, n: x * 2 if n % 10 == 0 else x, [(X, n) for n in range(1, 25)], programs=2)

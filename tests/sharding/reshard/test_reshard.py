@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis, group_size
-from shardlib.sharding.reshard import Axes, FactorAxes, RouteStep
+from shardlib.sharding.reshard import DEFAULT_PRICES, Axes, FactorAxes, Prices, RouteStep, search
 from shardlib.sharding.reshard.direct import DirectPlanner
 from shardlib.sharding.split_axes import split_axes
 from tests.validation.programs.campaign import as_if_large, broken_promise, counting
@@ -233,6 +233,41 @@ def test_a_way_round_is_never_dearer() -> None:
             assert reshard.estimate_seconds(steps) <= reshard.estimate_seconds(known)
             better += steps != known
     assert better
+
+
+class Unbounded(search._Search):
+    """Dijkstra's algorithm: permutations may follow each other, and no state is dropped because of what it lacks.
+
+    It may miss the limit of bytes late, on a way that was the fastest one until then.
+    """
+
+    def _missing(self, state: search.State) -> float:
+        return 0.0
+
+    def _moves(self, state: search.State, limit: float, is_permuted: bool) -> Iterator[search.Move]:
+        return super()._moves(state, limit, False)
+
+
+@pytest.mark.parametrize("prices", [DEFAULT_PRICES, Prices.for_mesh(Mesh.abstract(a=4, b=8, c=2, machine="h100"))])
+def test_the_search_drops_nothing_cheap(prices: Prices) -> None:
+    rng, better, parts = random.Random(0), 0, ((64,), (4, 16), (32,))
+    atoms = (A0, A1, Axis("b", 8), C)
+    for _ in range(150):
+        order = rng.sample(atoms, 4)
+        src, dst = rng.choice([*cuts(3, order)]), rng.choice([*cuts(3, rng.sample(atoms, 4))])
+        on = [a for axes in src for a in axes]
+        pending = tuple(a for a in atoms if a not in on and rng.random() < 0.5)
+        sizes = tuple(map(math.prod, parts))
+        direct = DirectPlanner(sizes, 1 << 16, src, dst, pending, "sum", sizes, parts).run()
+        blocks = search._blocks([*src, *dst, pending])
+        every = [
+            kind(parts, 1 << 16, blocks, src, dst, pending, prices).run(direct, "sum")
+            for kind in (search._Search, Unbounded)
+        ]
+        seconds = [reshard.estimate_seconds(steps, prices) for steps in every]
+        assert seconds[0] <= seconds[1] * (1 + 1e-9), (src, dst, pending, every)
+        better += every[0] != direct
+    assert better > 40
 
 
 def test_what_is_there_costs_nothing() -> None:

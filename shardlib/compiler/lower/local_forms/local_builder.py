@@ -76,7 +76,7 @@ class LocalForm:
         sizes = tuple([(f, *map(dims.size, own)) for f, own in labels.items()])
         operands = tuple([(v.layout, v.dtype) for v in leaves((self.args, self.kwargs), Var)])
         place = self._builder.mesh, self.device, torch.get_default_dtype()
-        return id(self.rule), self._recordings, sizes, tuple(self._assignment.items()), operands, place
+        return self.call.key, id(self.rule), self._recordings, sizes, tuple(self._assignment.items()), operands, place
 
     @property
     def factors(self) -> list[str]:

@@ -181,11 +181,36 @@ def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: py
         record_torch_code._Run, "record", lambda self, *given: (runs.append(self), run(self, *given))[1]
     )
     call = Trial.trace(op_named(op), args, {})
+    monkeypatch.setattr(record_torch_code, "_LIBRARY_CODE", {})
     assert call.op.rule is not None
     a, b = (f for dim in call.op.rule.operands[0] for f in dim)
     ways = 2 if op == "slice.Tensor" else 8
     call.program(TrialSharding({a: (Axis("a", ways),), b: (Axis("b", 8),)}), Mesh.abstract(a=ways, b=8))
     assert len(runs) == count
+
+
+def test_equal_ops_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, run = [], record_torch_code._Run.record
+    monkeypatch.setattr(
+        record_torch_code._Run, "record", lambda self, *given: (runs.append(self), run(self, *given))[1]
+    )
+    monkeypatch.setattr(record_torch_code, "_LIBRARY_CODE", {})
+
+    def scans(x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = x.sin().cumsum(0)
+        return x
+
+    x = torch.randn(16, 6)
+    with Mesh(a=8):
+        for times in (1, 4):
+            runs.clear()
+            result = sl.jit(scans, in_specs=("s@a f", None), out_specs="s@a f")(x, times).full_tensor()
+            torch.testing.assert_close(result, scans(x, times))
+        assert not runs, "all four scans equal the first one"
+        runs.clear()
+        sl.jit(lambda x: x.sin().cumsum(1), in_specs="s f@a", out_specs="s f@a")(torch.randn(16, 16))
+        assert runs, "another dim is another recording"
 
 
 def _on_ranks(transport: str) -> None:
