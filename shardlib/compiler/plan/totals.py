@@ -148,10 +148,7 @@ def _stopped(plan: Plan) -> str:
     search = plan.compiled.search
     if search is None or not search.effort.stopped:
         return ""
-    return (
-        f"the search stopped after {search.effort.spent:.2g} s, as counted, of at most {search.effort.limit:.2g}: "
-        'planning="best" goes on, plan.lower_bound says how much better a plan could be'
-    )
+    return f'the search stopped after {search.effort.spent:.2g} s as counted: planning="best" goes on, see plan.lower_bound'
 
 
 def _recomputed(plan: Plan) -> str:
