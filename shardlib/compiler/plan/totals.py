@@ -148,7 +148,8 @@ def _stopped(plan: Plan) -> str:
     search = plan.compiled.search
     if search is None or not search.effort.stopped:
         return ""
-    return f'the search stopped after {search.effort.spent:.2g} s as counted: planning="best" goes on, see plan.lower_bound'
+    spent = f"{search.effort.spent:.2g} s"
+    return f'the search stopped after {spent} as counted: planning="best" goes on, see plan.lower_bound'
 
 
 def _recomputed(plan: Plan) -> str:
