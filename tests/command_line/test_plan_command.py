@@ -159,7 +159,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "strategy": (
         ("--model", "{folder}", *MESH, *SIZES, "--strategy", "fsdpp"),
-        ("--strategy fsdpp is no strategy", "Remedy: one of ddp, zero1, zero2, fsdp, hsdp\n"),
+        ("--strategy fsdpp is no strategy", "Remedy: one of ddp, zero1, zero2, fsdp, hsdp (fsdp is ZeRO-3)\n"),
     ),
     "strategy without its axes": (
         ("--model", "{folder}", "--mesh", "tensor=4", *SIZES),

@@ -110,7 +110,7 @@ class ReducedDims:
     empty along the dims `maybe_empty`. With `keepdim` False, `drop_dims` removes the dims.
     """
 
-    dims: list[int]
+    dims: tuple[int, ...]
     factors: tuple[str, ...]
     count: int
     maybe_empty: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class ReducedDims:
     def over(local: LocalBuilder, dims: Iterable[int], operand: int = 0) -> ReducedDims:
         """Creates the reductions over dims of an operand."""
         labels = local.rule.operands[operand]
-        dims = [d for d in dims if labels]  # a scalar has none
+        dims = tuple(d for d in dims if labels)  # a scalar has none
         factors = tuple(f for d in dims for f in labels[d])
         count = math.prod(local.call.operands[operand].shape[d] for d in dims)
         return ReducedDims(

@@ -116,7 +116,7 @@ def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) 
         ):
             return local.op(call.target, *local.args)
         count = math.prod(call.operands[0].shape[1:]) // arg(call, "group")
-        return local.run(in_accumulation_dtype(form, call), ReducedDims([2, 3], tuple(summed), count), *local.args)
+        return local.run(in_accumulation_dtype(form, call), ReducedDims((2, 3), tuple(summed), count), *local.args)
 
     return pattern(text, emit=local, flops=flops)
 

@@ -47,7 +47,9 @@ def record_code(local: LocalForm, function: Callable[..., Any], args: Sequence[A
 
 
 def _argument_key(x: Any) -> Any:
-    return (x.layout, x.dtype) if isinstance(x, Var) else (type(x), x)
+    if isinstance(x, Var):
+        return x.layout, x.dtype
+    return (type(x), repr(x)) if isinstance(x, int | float | complex) else x
 
 
 def _record(local: LocalForm, function: Callable[..., Any], flat: Sequence[Any], tree: Any) -> Recording:
