@@ -61,6 +61,8 @@ def _freeze(value: Any) -> Hashable:
     kind = type(value)
     if kind is tuple or kind is list:
         return tuple([_freeze(item) for item in value])
+    if kind is float or kind is bool or kind is complex:
+        return kind, repr(value)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
     return tuple([(key, _freeze(item)) for key, item in value.items()]) if isinstance(value, Mapping) else value
 
 

@@ -77,8 +77,7 @@ class LocalForm:
         operands = tuple([(v.layout, v.dtype) for v in leaves((self.args, self.kwargs), Var)])
         device = self.device if self._op.node.all_input_nodes else None  # that of a new tensor is in the call
         place = self._builder.mesh, device, torch.get_default_dtype()
-        call = self.call.target, repr((self.call.args, self.call.kwargs)), id(self.rule)  # repr: 0.0 and -0.0 differ
-        return *call, self._recordings, sizes, tuple(self._assignment.items()), operands, place
+        return self.call.key, id(self.rule), self._recordings, sizes, tuple(self._assignment.items()), operands, place
 
     @property
     def factors(self) -> list[str]:

@@ -213,6 +213,16 @@ def test_equal_ops_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs, "another dim is another recording"
 
 
+@pytest.mark.parametrize("values", [(0.0, -0.0), (-0.0, 0.0)])
+def test_zeros_of_two_signs_are_two_arguments(values: tuple[float, ...]) -> None:
+    """Equal numbers that mean different things: caches must tell the two calls apart, in both orders."""
+    x = r(7, 6)
+    with Mesh(a=4):
+        for value in values:
+            padded = sl.jit(lambda x, value=value: 1 / F.pad(x, (1, 1), value=value), in_specs="_ b@a")(x)
+            assert torch.equal(padded.full_tensor(), 1 / F.pad(x, (1, 1), value=value)), value
+
+
 def _on_ranks(transport: str) -> None:
     speak(transport)
     torch.manual_seed(0)
