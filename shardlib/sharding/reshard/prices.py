@@ -23,7 +23,9 @@ class Prices:
     def __init__(self, machine: Machine, axes: Mapping[str, int]) -> None:
         self.machine, self.axes = machine, axes
         self.bandwidth = machine.device.bandwidth  # bytes/s of memory
-        self.fastest = max(x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values()))  # of all links
+        # No collective exceeds this rate: of pairwise messages between two nodes, half stay inside a node.
+        rates = [x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values())]
+        self.fastest = max(*rates, 2 * machine.outer.bandwidth / machine.outer.sharing)
         self._links: dict[tuple[tuple[Axis, ...], bool], tuple[float, float]] = {}
 
     @staticmethod

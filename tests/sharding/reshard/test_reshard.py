@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.mesh.machine import PRESETS, Link
 from shardlib.sharding.reshard import DEFAULT_PRICES, Axes, FactorAxes, Prices, RouteStep, search
 from shardlib.sharding.reshard.direct import DirectPlanner
 from shardlib.sharding.split_axes import split_axes
@@ -246,6 +248,18 @@ class Unbounded(search._Search):
 
     def _moves(self, state: search.State, limit: float, is_permuted: bool) -> Iterator[search.Move]:
         return super()._moves(state, limit, False)
+
+
+@pytest.mark.parametrize("node", [1, 2, 4, 8])
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (1, 4), (8, 1)])
+def test_no_collective_is_faster_than_the_fastest(node: int, inner: int, outer: int) -> None:
+    axes = {"a": 2, "b": 4, "c": 2}
+    machine = replace(PRESETS["h100"], inner=Link(inner * 1e9), outer=Link(outer * 1e9), node=node)
+    prices = Prices(machine, axes)
+    for n in range(1, 4):
+        for names in itertools.combinations(axes, n):
+            group = tuple(Axis(name, axes[name]) for name in names)
+            assert all(prices.link(group, pairwise)[1] <= prices.fastest for pairwise in (False, True)), group
 
 
 @pytest.mark.parametrize("prices", [DEFAULT_PRICES, Prices.for_mesh(Mesh.abstract(a=4, b=8, c=2, machine="h100"))])

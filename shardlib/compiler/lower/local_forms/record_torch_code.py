@@ -59,7 +59,7 @@ def _record(local: LocalForm, function: Callable[..., Any], flat: Sequence[Any],
     kinds: dict[Any, _Run] = {}
     on: dict[tuple[int, ...], _Run] = {}  # by device
     queried: dict[Sym, None] = {}  # numbers that the code queried, in order
-    with without_modes(), torch.no_grad():
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
         if local.counts_messages:
             first = _Run(local, local.origin).record(function, flat, _on_device(flat, local.origin), tree)
             if not any(has_trait(call.op, "per_device") for call in first.calls):

@@ -213,6 +213,18 @@ def test_equal_ops_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs, "another dim is another recording"
 
 
+def test_inference_mode_records_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_torch_code, "_LIBRARY_CODE", {})
+    x, texts = r(7, 3), []
+    with Mesh(a=4):
+        for is_inference in (True, False):
+            record_torch_code._LIBRARY_CODE.clear()
+            with torch.inference_mode(is_inference):
+                program = sl.jit(lambda x: x.cumsum(0), in_specs="s@a f").plan(x).compiled.program
+            texts.append([str(s.target) for s in program.steps if isinstance(s, Compute)])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("values", [(0.0, -0.0), (-0.0, 0.0)])
 def test_zeros_of_two_signs_are_two_arguments(values: tuple[float, ...]) -> None:
     """Equal numbers that mean different things: caches must tell the two calls apart, in both orders."""
