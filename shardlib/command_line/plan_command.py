@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         _print_plan(options)
     except ShardingError as error:
-        raise in_shell_words(error, has_model=options.model is not None) from error
+        mesh = re.sub(r"\s", "", options.mesh)
+        raise in_shell_words(error, mesh, has_model=options.model is not None) from error
     return 0
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from shardlib.core.errors import ShardingError
 
-Rewriting = tuple[str, str | Callable[[re.Match[str]], str]]  # a pattern of Python, and the words of the shell
+Rewriting = tuple[str, str]  # a pattern of Python, and the words of the shell
 
-_AXES = r"\w+=\d+(?:, \w+=\d+)*"
 _ALWAYS: tuple[Rewriting, ...] = (
-    (rf"\bMesh(?:\.abstract)?\(({_AXES})\)", lambda m: f"--mesh {m[1].replace(', ', ',')}"),
     (r"Machine\(device=.*\), or Machine\.measure\(\)", "--machine h100"),
     (r"\bmachine=(['\"])(.+?)\1(?:, or an sl\.Machine)?", r"--machine \2"),
     (r"^the page cannot be written to (.+)", r"--html \1 cannot be written"),
@@ -26,17 +23,23 @@ _OF_MODELS: tuple[Rewriting, ...] = (
 )
 
 
-def in_shell_words(error: ShardingError, *, has_model: bool) -> ShardingError:
-    """Returns the error with options in place of arguments; `has_model` says whether `--model` names the program.
+def in_shell_words(error: ShardingError, mesh: str, *, has_model: bool) -> ShardingError:
+    """Returns the error with options in place of arguments.
+
+    `mesh` is the text of `--mesh` without spaces: other meshes are those of the user's code. `has_model` says whether
+    `--model` names the program.
 
     Example:
         >>> error = ShardingError("strategy='zero4' is no strategy on Mesh.abstract(data=2, tensor=4)")
-        >>> print(in_shell_words(error, has_model=True))
+        >>> print(in_shell_words(error, "data=2,tensor=4", has_model=True))
         --strategy zero4 is no strategy on --mesh data=2,tensor=4
     """
+    axes = re.escape(mesh.replace(",", ", "))
+    python = rf"\bMesh(\.abstract)?\({axes}(, machine=(['\"])[^'\"]*\3)?\)"
     table = (*_ALWAYS, *_OF_MODELS) if has_model else _ALWAYS
 
     def rewrite(text: str) -> str:
+        text = re.sub(python, lambda _: f"--mesh {mesh}", text)
         for pattern, words in table:
             text = re.sub(pattern, words, text)
         return text

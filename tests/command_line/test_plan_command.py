@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardlib as sl
 from shardlib.command_line.main import main
 from shardlib.command_line.plan_command import parse_axes
 from shardlib.command_line.shell_words import in_shell_words
-from shardlib.compiler.plan import memory_table
-from shardlib.compiler.program.steps import Compute
 from tests.command_line.transformers_configs import CASES
 
 HERE = "tests.command_line.plan_targets"
@@ -54,40 +51,6 @@ def test_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     assert run(capsys, f"{HERE}:product", *MESH, "--html", str(path))[0] == 0
     assert "batch=64@data" in path.read_text()
-
-
-def test_memory_adds_up() -> None:
-    """Groups partition the memory at the peak; a gradient is counted as one."""
-    x, w = torch.empty(64, 512, device="meta"), torch.empty(512, 256, device="meta")
-
-    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return w - 0.1 * sl.grad(lambda w: (x @ w).square().sum())(w)
-
-    with sl.Mesh.abstract(data=2):
-        plan = sl.jit(step, in_specs=("batch@data _", "_ _")).plan(x, w)
-    lines = [re.findall(r"\S+", line) for line in memory_table.memory_table(plan)[1:]]
-    assert [line[0] for line in lines] == ["x", "w", "activations", "gradients", "total"]
-    groups = memory_table.group_values(plan, plan.compiled.program)
-    figures = memory_table.peak_by_group(plan.compiled.program, lambda v: groups.get(v, memory_table.OTHERS))
-    assert sum(now for now, _ in figures.values()) == plan.peak_memory
-    assert figures["x"] == (64 * 512 * 4 // 2,) * 2
-    assert figures["w"] == (512 * 256 * 4,) * 2
-    assert figures["gradients"][1] == 512 * 256 * 4
-
-
-def test_a_copy_of_a_gradient_counts_as_one() -> None:
-    """The backward pass of `view(8, 16).mT` reshapes a transposed gradient, which copies it."""
-    x, w = torch.empty(16, 8, device="meta"), torch.empty(128, device="meta")
-
-    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return sl.grad(lambda w: (x * w.view(8, 16).mT).sum())(w)
-
-    with sl.Mesh.abstract(data=2):
-        plan = sl.jit(step).plan(x, w)
-    program = plan.compiled.program
-    (result,) = program.results
-    assert [s.out_vars for s in program.steps if isinstance(s, Compute) and s.copies] == [(result,)]
-    assert memory_table.group_values(plan, program)[result] == memory_table.GRADIENTS
 
 
 def write_config(folder: Path, content: Any, name: str = "config.json") -> str:
@@ -221,7 +184,9 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
     ("text", "has_model", "words"),
     [
         ("a step on Mesh.abstract(data=2, tensor=4)", False, "a step on --mesh data=2,tensor=4"),
-        ("with Mesh(data=2):", False, "with --mesh data=2:"),
+        ('Mesh.abstract(data=2, tensor=4, machine="h100")', False, "--mesh data=2,tensor=4"),
+        ("with Mesh(data=2):", False, "with Mesh(data=2):"),
+        ("Mesh(data=2, tensor=4, rules={'m': 'data'})", False, "Mesh(data=2, tensor=4, rules={'m': 'data'})"),
         ('Mesh(stage=2, ..., stages="stage")', False, 'Mesh(stage=2, ..., stages="stage")'),
         ('machine="h100", or an sl.Machine', False, "--machine h100"),
         ('weights over data, strategy="fsdp"', True, "weights over data, --strategy fsdp"),
@@ -230,8 +195,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
     ],
 )
 def test_words_of_the_shell(text: str, has_model: bool, words: str) -> None:
-    """Arguments that a function of the user passes itself keep their names."""
-    error = in_shell_words(sl.ShardingError(text, [text], rule=text, remedy=text), has_model=has_model)
+    """Arguments that a function of the user passes itself keep their names, as do its own meshes."""
+    error = in_shell_words(sl.ShardingError(text, [text], rule=text, remedy=text), MESH[1], has_model=has_model)
     assert str(error) == f"{words}:\n  * {words}\nRule: {words}\nRemedy: {words}"
 
 

@@ -23,7 +23,19 @@ from shardlib.compiler.plan.groups import (
 from shardlib.compiler.plan.items import GRADIENT, NEW
 from shardlib.compiler.plan.phases import FORWARD, PHASES
 from shardlib.compiler.plan.plan_warnings import PlanWarning
-from shardlib.compiler.plan.totals import EXPOSED, FLOPS, PEAK, SENT, STEP, Figure, figures, notes, scope, sent_bytes
+from shardlib.compiler.plan.totals import (
+    COLLECTIVES,
+    EXPOSED,
+    FLOPS,
+    PEAK,
+    SENT,
+    STEP,
+    Figure,
+    busiest_sender,
+    figures,
+    list_costs,
+    scope_label,
+)
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.text_tables import format_si, format_table
 from shardlib.sharding.mesh.machine import Machine
@@ -80,15 +92,14 @@ def _short(name: str, limit: int) -> str:
 
 
 def _totals(plan: Plan) -> list[str]:
-    has_machine, stages = plan.mesh.machine is not None, scope(plan)
+    has_machine, stages = plan.mesh.machine is not None, scope_label(plan)
     by_name = {figure.name: figure for figure in figures(plan, plan.simulate() if has_machine else None)}
-    sent, flops, peak = (by_name[name] for name in (SENT, FLOPS, PEAK))
-    busiest = max(plan.programs, key=sent_bytes)
+    sent, collectives, flops, peak = (by_name[name] for name in (SENT, COLLECTIVES, FLOPS, PEAK))
     sizes = defaultdict[str, float](float)
-    for c in busiest.collectives:
+    for c in busiest_sender(plan).collectives:
         sizes[f"{c.kind}[{' '.join(map(str, c.axes))}]"] += c.bytes
-    total = f"{sent.amount} in {_count(len(busiest.collectives), 'collective')}" if sizes else "nothing"
-    total += ", and messages to other stages" * bool(stages) + _where(sent)
+    total = f"{sent.amount} in {_count(int(collectives.value), 'collective')}" if sizes else "nothing"
+    total += _where(sent) + ", besides messages to other stages" * bool(stages)
     rows = [(SENT, total)]
     if len(sizes) > 1:
         kinds = [f"{kind} {format_si(sizes[kind], 'B')}" for kind in sorted(sizes, key=lambda kind: -sizes[kind])]
@@ -100,7 +111,7 @@ def _totals(plan: Plan) -> list[str]:
         machine = Machine.convert(plan.mesh.machine).name or "the machine of the mesh"
         waiting = f"{exposed.amount} of it waiting for messages{_where(exposed)}"
         rows.append((STEP, f"{step} on {machine}, {waiting}"))
-    return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
+    return [*format_table(rows, WIDTH), *list_costs(plan)[:_NOTES]]
 
 
 def _where(figure: Figure) -> str:
@@ -137,7 +148,7 @@ def _tensors(plan: Plan, title: str, items: Sequence[Item], limit: int, width: i
         groups = list(group_to_fit([_coarse(plan, item) for item in tensors], room))
     shown, others = largest(groups, room)
     notes = {item.position: item.note for item in items}
-    rows = [(title, "type", "", scope(plan) or "per device", "layout")]
+    rows = [(title, "type", "", scope_label(plan) or "per device", "layout")]
     rows += [*(_tensor(g, g.first.note) for g in (*first, *shown)), *(_tensor(g, _notes(g, notes)) for g in state)]
     return [*_table(rows, width), *_tail([*more, *others, *rest], "tensor")]
 
@@ -172,7 +183,7 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     has_phases = phases != [FORWARD]
     room = max(limit - len(phases) * has_phases - 1, 1)
     shown, rest = largest(group_to_fit(items, room), room)
-    sent = ", ".join(filter(None, ("sent", scope(plan))))
+    sent = ", ".join(filter(None, ("sent", scope_label(plan))))
     rows: list[tuple[str, ...]] = [("collectives by module", "", "", sent, "time", "i", "why")]
     for phase in phases:
         some = [item for item in items if item.phase == phase]

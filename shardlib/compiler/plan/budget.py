@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from shardlib.compiler.plan.totals import busiest_sender, scope_label, stage_label
+from shardlib.compiler.program import flops
 from shardlib.core.errors import ShardingError
 from shardlib.core.text_tables import format_si
 
@@ -85,11 +87,15 @@ class CommBudget(Budget):
             )
 
     def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
-        """Returns all collectives if the plan sends too much, else those of a forbidden kind."""
+        """Returns all collectives of the busiest stage if it sends too much, else those of a forbidden kind."""
         if self.max_bytes is None or plan.comm_bytes <= self.max_bytes:
             return [], [c for c in plan.collectives if c.kind in self.forbid]
-        fact = f"{plan.comm_bytes:,.0f} bytes are sent per device, the budget is {self.max_bytes:,.0f}"
-        return [fact], sorted(plan.collectives, key=lambda c: -c.bytes)
+        busiest = busiest_sender(plan)
+        where = f" ({label})" if (label := stage_label(plan, busiest)) else ""
+        fact = f"{plan.comm_bytes:,.0f} bytes are sent per device{where}, the budget is {self.max_bytes:,.0f}"
+        own = {*busiest.collectives}
+        steps = zip(plan.compiled.program.collectives, plan.collectives, strict=True)
+        return [fact], sorted((c for step, c in steps if step in own), key=lambda c: -c.bytes)
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,10 @@ class RedundancyBudget(Budget):
     def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
         """Returns all redundant work, most first, if there is too much."""
         twice = sum(r.flops for r in plan.redundant)
-        share = twice / plan.flops if plan.flops else 0.0
-        work = f"{format_si(twice, 'FLOP')} of {format_si(plan.flops, 'FLOP')} per device ({100 * share:.3g} %)"
+        total = flops.flops(plan.compiled.program)  # of a pipeline, all stages, as in `twice`
+        share = twice / total if total else 0.0
+        scope = ", ".join(filter(None, (f"{100 * share:.3g} %", scope_label(plan))))
+        work = f"{format_si(twice, 'FLOP')} of {format_si(total, 'FLOP')} per device ({scope})"
         facts = []
         if self.max_share is not None and share > self.max_share:
             facts.append(f"{work} are done identically elsewhere, the budget is {100 * self.max_share:.3g} %")

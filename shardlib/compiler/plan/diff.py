@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.plan.names import shorten
 from shardlib.compiler.plan.page.write_page import page_text, write_page
-from shardlib.compiler.plan.totals import figures
+from shardlib.compiler.plan.totals import Figure, figures
 from shardlib.compiler.program.steps import Compute
 from shardlib.core.name_patterns import strip_numbers
 from shardlib.core.source_lines import Line, format_path_line
@@ -28,22 +28,22 @@ Spot = tuple[str, str, int, bool]  # a line: its file, its text, its rank among 
 
 @dataclass(frozen=True)
 class Total:
-    """A figure of both plans (`compiler/plan/totals`); 0 for a plan without it."""
+    """A figure of both plans (`compiler/plan/totals`); 0 for a plan without it.
+
+    Of a pipeline, `where` says on which stages; the stages of both plans if they differ.
+    """
 
     figure: str
     unit: str
     before: float
     after: float
+    where: str = ""
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
         """Its row of the table."""
-        return (
-            self.figure,
-            format_si(self.before, self.unit),
-            format_si(self.after, self.unit),
-            _share(self.before, self.after),
-        )
+        before, after = (Figure(self.figure, x, self.unit).amount for x in (self.before, self.after))
+        return _labeled(self.figure, self.where), before, after, _share(self.before, self.after)
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,17 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:
-    was, now = ({(x.name, x.unit): float(x.value) for x in figures(plan)} for plan in (before, after))
-    return tuple(Total(*key, was.get(key, 0.0), now.get(key, 0.0)) for key in was | now)
+    was, now = ({x.name: x for x in figures(plan)} for plan in (before, after))
+    totals = []
+    for name, figure in (was | now).items():
+        pair = [some.get(name, Figure(name, 0.0)) for some in (was, now)]
+        where = " -> ".join(dict.fromkeys(x.where for x in pair if x.where))
+        totals.append(Total(name, figure.unit, *(float(x.value) for x in pair), where))
+    return tuple(totals)
+
+
+def _labeled(name: str, where: str) -> str:
+    return f"{name} ({where})" if where else name
 
 
 def _share(before: float, after: float) -> str:

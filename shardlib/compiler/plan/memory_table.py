@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from shardlib.compiler.plan.totals import stage_label
 from shardlib.compiler.program.buffers import owners, peak_by_group, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Var
 from shardlib.core.text_tables import format_si, format_table
@@ -29,7 +30,8 @@ def memory_table(plan: Plan, labels: Mapping[str, str] = MappingProxyType({})) -
     groups = group_values(plan, program)
     figures = peak_by_group(program, lambda v: groups.get(v, OTHERS))
     peak = peak_bytes(program)
-    rows = [("memory per device", "at the peak", "at most")]
+    stage = stage_label(plan, program)
+    rows = [(f"memory per device{f' ({stage})' if stage else ''}", "at the peak", "at most")]
     rows += [
         (f"  {labels.get(name, name)}", format_si(now, "B"), format_si(most, "B"))
         for name, (now, most) in figures.items()

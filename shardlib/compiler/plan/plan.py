@@ -24,7 +24,7 @@ from shardlib.compiler.plan.planned_collective import PlannedCollective, planned
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, full_text
 from shardlib.compiler.plan.terminal import show, text_width
-from shardlib.compiler.plan.totals import sent_bytes, totals
+from shardlib.compiler.plan.totals import busiest_sender, sent_bytes, tabulate_collectives
 from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
@@ -85,7 +85,7 @@ class Plan(exports.Exports):
     def comm_bytes(self) -> float:
         """Wire bytes that one device sends by collectives in one call (ring algorithms); of a pipeline, the most on any
         stage."""
-        return max(map(sent_bytes, self.programs))
+        return sent_bytes(busiest_sender(self))
 
     @cached_property
     def flops(self) -> float:
@@ -279,11 +279,11 @@ class Plan(exports.Exports):
 
     def summary(self) -> str:
         """Returns totals per kind of collective, axis and backend, the reasons for the backends, FLOPs and memory."""
-        rows, lines = totals(self)
+        rows, lines = tabulate_collectives(self)
         return "\n".join([*format_table(rows), *lines])
 
     def __repr__(self) -> str:
-        count = len(max(self.programs, key=sent_bytes).collectives)
+        count = len(busiest_sender(self).collectives)
         return (
             f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, "
             f"{format_si(self.comm_bytes, 'B')} sent per device, peak memory {format_si(self.peak_memory, 'B')}>"

@@ -34,8 +34,10 @@ class Figure:
 
     @property
     def amount(self) -> str:
-        """`3.07 kB`, `1.2 ms`, `4`."""
-        return clock(self.value) if self.unit == "s" else format_si(self.value, self.unit).rstrip()
+        """`3.07 kB`, `1.2 ms`; counts, without a unit, are exact: `1,234`."""
+        if not self.unit:
+            return f"{self.value:,.0f}"
+        return clock(self.value) if self.unit == "s" else format_si(self.value, self.unit)
 
     def __str__(self) -> str:
         return f"{self.amount} ({self.where})" if self.where else self.amount
@@ -43,19 +45,19 @@ class Figure:
 
 def figures(plan: Plan, simulated: Simulated | None = None) -> list[Figure]:
     """Returns the figures of one device; of a pipeline, those of the stage that has most of each."""
-    busiest = max(plan.programs, key=sent_bytes)
-    most = _stage(plan, busiest)
+    busiest = busiest_sender(plan)
+    most = stage_label(plan, busiest)
     result = [
         Figure(SENT, sent_bytes(busiest), "B", most),
         Figure(COLLECTIVES, len(busiest.collectives), "", most),
         _most(plan, FLOPS, "FLOP", flops.flops),
-        Figure(REDUNDANT, sum(r.flops for r in plan.redundant), "FLOP", scope(plan)),
+        Figure(REDUNDANT, sum(r.flops for r in plan.redundant), "FLOP", scope_label(plan)),
         _most(plan, PEAK, "B", peak_bytes),
     ]
     if plan.host_memory:
         result.append(_most(plan, HOST, "B", host_bytes))
     if simulated is not None:
-        exposed = Figure(EXPOSED, simulated.exposed, "s", _stage(plan, simulated.program, "works most"))
+        exposed = Figure(EXPOSED, simulated.exposed, "s", stage_label(plan, simulated.program, "works most"))
         result += [Figure(STEP, simulated.seconds, "s"), exposed]
     return result
 
@@ -65,21 +67,27 @@ def sent_bytes(program: Program) -> float:
     return float(sum(c.bytes for c in program.collectives))
 
 
+def busiest_sender(plan: Plan) -> Program:
+    """Returns the program of the stage that sends most by collectives; without stages, the whole program."""
+    return max(plan.programs, key=sent_bytes)
+
+
 def _most(plan: Plan, name: str, unit: str, measure: Callable[[Program], float]) -> Figure:
     program = max(plan.programs, key=measure)
-    return Figure(name, measure(program), unit, _stage(plan, program))
+    return Figure(name, measure(program), unit, stage_label(plan, program))
 
 
-def _stage(plan: Plan, program: Program, verb: str = "has most") -> str:
+def stage_label(plan: Plan, program: Program, verb: str = "has most") -> str:
+    """Returns `stage 1 has most` for the program of a stage; nothing without stages."""
     return "" if plan.compiled.staged is None else f"stage {plan.programs.index(program)} {verb}"
 
 
-def scope(plan: Plan) -> str:
+def scope_label(plan: Plan) -> str:
     """Returns the label of a sum over the whole program: `all stages` of a pipeline, else nothing."""
     return "" if plan.compiled.staged is None else "all stages"
 
 
-def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
+def tabulate_collectives(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns the table of a plan's collectives by kind, axes and backend, and lines on its other costs."""
     counts: Counter[tuple[str, ...]] = Counter()
     sizes, across = defaultdict[tuple[str, ...], float](float), defaultdict[tuple[str, ...], float](float)
@@ -93,7 +101,7 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
         sizes[key] += c.bytes
         across[key] += form.across if form else 0
         reasons |= {str(choice): None} if choice else {}
-    wire = ", ".join(filter(None, ("wire bytes per device", scope(plan))))
+    wire = ", ".join(filter(None, ("wire bytes per device", scope_label(plan))))
     rows: list[tuple[str, ...]] = [("collective", "axes", "times", wire, "by" if reasons else "")]
     rows += [(*key[:2], str(counts[key]), format_si(sizes[key], "B"), key[2]) for key in sorted(counts)]
     rows.append(("total", "", str(counts.total()), format_si(sum(sizes.values()), "B"), ""))
@@ -109,18 +117,18 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
 
 def _per_device(plan: Plan) -> str:
     by_name = {figure.name: figure for figure in figures(plan)}
-    sent = f"{by_name[SENT]} sent, " if scope(plan) else ""  # without stages, the total of the table
+    sent = f"sent {by_name[SENT]}, " if scope_label(plan) else ""  # without stages, the total of the table
     return f"per device: {sent}{by_name[FLOPS]}, peak memory {by_name[PEAK]}"
 
 
-def notes(plan: Plan) -> list[str]:
+def list_costs(plan: Plan) -> list[str]:
     """Returns lines on copies to the host, parts of rows, values kept or computed again, and a search that stopped."""
     return [*_host_lines(plan), *_backward_lines(plan)]
 
 
 def _labeled(plan: Plan, lines: Iterable[str]) -> Iterator[str]:
     """Adds to lines about the whole program that they count all stages; drops empty ones."""
-    yield from (f"{line} (all stages)" if scope(plan) else line for line in lines if line)
+    yield from (f"{line} (all stages)" if scope_label(plan) else line for line in lines if line)
 
 
 def _host_lines(plan: Plan) -> list[str]:
@@ -160,10 +168,11 @@ def _recomputed(plan: Plan) -> str:
         f"{again.moved} value{'s wait' if again.moved > 1 else ' waits'} in the host's memory" if again.moved else ""
     )
     if not again.values:
-        return f"{again.request}: {waits or 'nothing is made again'}"
+        return f"{again.request}: {waits or 'nothing is recomputed'}"
     ops = [f"{op} x {n}" for op, n in Counter(again.ops).most_common(_OPS)]
     ops += ["..."] if len(again.ops) > _OPS else []
-    freed = f"{again.values} values ({', '.join(ops)}), {format_si(again.nbytes, 'B')} less"
+    n = again.values
+    freed = f"{n} value{'s' * (n != 1)} ({', '.join(ops)}): {format_si(again.nbytes, 'B')} less memory"
     cost = f"{format_si(again.flops, 'FLOP')} more"
     n = again.collectives
     sent = f", {n} collective{'s' * (n != 1)} more ({format_si(again.sent, 'B')})" if n else ""
@@ -171,4 +180,4 @@ def _recomputed(plan: Plan) -> str:
     if kept is not None and plan.peak_memory > kept:
         more = f"; the peak is higher for it, {format_si(plan.peak_memory, 'B')} instead of {format_si(kept, 'B')}"
     more += waits and f"; {waits}"
-    return f"{again.request}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"
+    return f"{again.request}: the backward pass recomputes {freed}, {cost}{sent}{more}"

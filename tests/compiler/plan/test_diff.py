@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib import Mesh
+from shardlib.compiler.plan.diff import Total
 from tests.compiler.plan.test_plan import GRID, LINE, MLP, RULES, SPECS, _w1, meta, mlp, plan
 
 BEFORE = plan(mlp, *MLP, in_specs=SPECS)
@@ -64,6 +65,20 @@ program (- gone, + new, ~ other bytes)
       65.5 kFLOP -> 131 kFLOP (+100 %)
     ~ all_reduce[tensor] mm  3.07 kB -> 6.14 kB"""
     )
+
+
+@pytest.mark.parametrize(
+    ("total", "cells"),
+    [
+        (Total("collectives", "", 1234, 1235), ("collectives", "1,234", "1,235", "+0.081 %")),
+        (Total("collectives", "", 0, 1), ("collectives", "0", "1", "new")),
+        (Total("peak memory", "B", 1234, 0), ("peak memory", "1.23 kB", "0 B", "-100 %")),
+        (Total("simulated step", "s", 0.5, 0.5, "all"), ("simulated step (all)", "500 ms", "500 ms", "as before")),
+    ],
+)
+def test_cells_of_a_total(total: Total, cells: tuple[str, ...]) -> None:
+    """Counts are exact, other figures have three digits."""
+    assert total.cells == cells
 
 
 def test_nothing_changed() -> None:

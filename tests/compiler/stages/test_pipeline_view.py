@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib.compiler.plan.memory_table import memory_table
 from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.plan.stage_modules import _block, _ranges
@@ -224,11 +225,28 @@ def test_totals_name_their_stages() -> None:
     assert ["total", f"{len(plan.collectives)}", format_si(sum(sent), "B")] in lines
     (line,) = (line for line in plan.full.splitlines() if line.startswith("per device: "))
     assert [part.partition(" (")[2] for part in line.split(", ")] == [
-        f"stage {each.index(max(each))} has most)" + more for each, more in ((sent, " sent"), (flop, ""), (held, ""))
+        f"stage {each.index(max(each))} has most)" for each in (sent, flop, held)
     ]
     heads = {line.partition("  ")[0]: line for line in plan.text(width=120).splitlines()}
-    assert [heads[name].split()[-1] for name in most] == ["most)"] * 3
+    assert [name for name in most if " has most)" not in heads[name]] == []
+    assert heads["sent per device"].endswith(" has most), besides messages to other stages")
     assert "all stages" in heads["inputs"]
+    assert memory_table(plan)[0].startswith(f"memory per device (stage {held.index(max(held))} has most)")
+    changes = {t.figure: t.cells[0] for t in plan.diff(planned(stages=2)).totals}
+    assert changes["FLOPs per device"] == f"FLOPs per device (stage {flop.index(max(flop))} has most)"
+    assert changes["sent per device"] == "sent per device (stage 1 has most -> stage 0 has most)"
+
+
+def test_budgets_of_stages() -> None:
+    """A share is that of all stages; bytes, and the collectives that send them, are those of one stage."""
+    plan = planned(stages=2, data=2)
+    share = sum(r.flops for r in plan.redundant) / flops(plan.compiled.program)
+    sl.redundancy_budget(max_share=share).check(plan)
+    with pytest.raises(sl.ShardingError, match=r"146 FLOP of 13.5 kFLOP per device \(1.08 %, all stages\) are done"):
+        sl.redundancy_budget(max_share=0.99 * share).check(plan)
+    with pytest.raises(sl.ShardingError, match=r"580 bytes are sent per device \(stage 1 has most\), the") as error:
+        sl.comm_budget(max_bytes=100).check(plan)
+    assert len(error.value.offenders) == 1 + len(staged(plan).programs[1].collectives)
 
 
 def test_messages_per_pair() -> None:

@@ -192,7 +192,7 @@ function drawProgram(panel, plan) {
   };
   plan.top.forEach((row) => add(row, 0));
   const head = h("div", { class: "head" }, h("span", {}, "per device, in order"), h("span", {}, "result"),
-    h("span", { class: "number" }, "sent"), h("span", { class: "number" }, "work"));
+    h("span", { class: "number" }, "sent"), h("span", { class: "number" }, "FLOPs"));
   const empty = rows.length === 0 && h("div", { class: "empty" }, "nothing is left of the program by these filters");
   panel.replaceChildren(programTools(plan), h("div", { class: "tree", role: "tree" }, head, rows, empty));
 }
@@ -290,7 +290,7 @@ function alternatives(plan, message) {
 function rowDetails(plan, row) {
   return [h("h2", { class: "mono" }, row.text),
     facts([["result", typeLabel(plan, row.layout)], ["phase", row.phase], ["times", row.total > 1 ? row.total : ""],
-      ["work", row.flops ? `${si(row.flops, "FLOP")} each` : ""], ["line", lineLink(plan, row.line)],
+      ["FLOPs", row.flops ? `${si(row.flops, "FLOP")} each` : ""], ["line", lineLink(plan, row.line)],
       ["code", h("code", {}, plan.lines[row.line]?.text || "")]]),
     row.layout >= 0 && holders(plan.layouts[row.layout])].filter(Boolean);
 }
@@ -311,7 +311,7 @@ function lineDetails(plan, index) {
   const calls = heat.calls.map((i) => plan.program[i]);
   const work = plan.redundant.filter((entry) => entry.line === index);
   return [h("h2", { class: "mono" }, place(line)), h("code", {}, line.text),
-    facts([["sends", bytesOrNothing(heat.bytes)], ["work", heat.flops ? si(heat.flops, "FLOP") : ""],
+    facts([["sends", bytesOrNothing(heat.bytes)], ["FLOPs", heat.flops ? si(heat.flops, "FLOP") : ""],
       ["repeated work", work.map((entry) => h("div", {}, repeatedWork(entry)))]]),
     heat.messages.length > 0 && h("h3", {}, "Collectives"),
     h("div", { class: "chips", style: "padding-left:0" }, heat.messages.map((i) => chip(plan.messages[i]))),

@@ -18,7 +18,7 @@ from shardlib.compiler.plan.page.program_tree import Node, TreeBuilder, walk
 from shardlib.compiler.plan.page.source_lines import SourceLines
 from shardlib.compiler.plan.page.tables import Strings
 from shardlib.compiler.plan.phases import step_phases
-from shardlib.compiler.plan.totals import figures, totals
+from shardlib.compiler.plan.totals import figures, tabulate_collectives
 from shardlib.compiler.program.buffers import Lifetime, lifetimes, owners, peak_bytes
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes
 from shardlib.compiler.simulate.simulated import Simulated
@@ -45,7 +45,7 @@ class PlanData:
     def data(self) -> dict[str, Any]:
         """Returns everything as JSON-ready data."""
         plan, strings = self.plan, self.strings
-        table, notes = totals(plan)
+        table, notes = tabulate_collectives(plan)
         parts = {
             "heading": plan.heading,
             "name": plan.name,

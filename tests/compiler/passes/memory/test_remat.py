@@ -406,7 +406,7 @@ def test_a_list_takes_what_any_of_it_says(remat: list[str]) -> None:
     kept = {said: Counter(held(plan)) for said, plan in plan_of.items()}
     gone = [kept["none"] - kept[said] for said in remat]
     assert kept["none"] - kept[str(remat)] == functools.reduce(Counter.__or__, gone)
-    assert f"remat={(*remat,)!r}: made again" in plan_of[str(remat)].full
+    assert f"remat={(*remat,)!r}: the backward pass recomputes " in plan_of[str(remat)].full
     torch.testing.assert_close([g.full_tensor() for g in gradients], torch.func.grad(loss)(ws, x))
     torch.testing.assert_close(value.full_tensor(), loss(ws, x))
 
@@ -447,7 +447,7 @@ def test_names_are_the_same_through_every_door(name: str) -> None:
 def test_names_of_a_program_that_never_goes_back_are_of_nothing() -> None:
     with Mesh(data=2):
         plan = sl.jit(torch.tanh, remat="tanh").plan(torch.ones(4))
-    assert "remat='tanh': nothing is made again" in plan.full
+    assert "remat='tanh': nothing is recomputed" in plan.full
 
 
 def test_a_name_of_nothing_is_told_with_those_that_there_are() -> None:
@@ -501,12 +501,12 @@ def test_a_function_inside_another_does_not_say_it() -> None:
 @pytest.mark.long
 def test_the_plan_says_it() -> None:
     made = plan_of("fsdp", {"remat": "full"})
-    (line,) = (line for line in made.full.splitlines() if "made again" in line)
+    (line,) = (line for line in made.full.splitlines() if "recomputes" in line)
     told = made.compiled.recomputed
-    assert line.startswith(f"remat='full': made again for the backward pass are {told.values} values (")
+    assert line.startswith(f"remat='full': the backward pass recomputes {told.values} values (")
     assert line.endswith(f"{told.collectives} collectives more ({told.sent:.0f} B)")
     plain = plan_of("fsdp", {})
-    assert "again" not in plain.summary()
+    assert "recomputes" not in plain.summary()
     assert made.flops - plain.flops == pytest.approx(told.flops)
     assert made.comm_bytes - plain.comm_bytes == pytest.approx(told.sent)
 
