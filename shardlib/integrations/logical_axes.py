@@ -60,7 +60,10 @@ def _read_rules(rules: Rules, mesh: Mesh | None) -> list[tuple[str, tuple[str, .
     ]
     if wrong:
         raise ShardingError(
-            "these are no rules", wrong, rule="a rule is a pair of a logical name and mesh axes, or None"
+            "these are no rules",
+            wrong,
+            rule="a rule is a pair of a logical name and mesh axes, or None",
+            remedy='write ("embed", "tensor"), ("batch", ("data", "fsdp")) or ("norm", None)',
         )
     pairs = [(name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in items]
     return [(name, tuple(a for a in axes if mesh is None or a in mesh.axes)) for name, axes in pairs]
@@ -71,7 +74,10 @@ def _resolve(spec: Any, rules: Sequence[tuple[str, tuple[str, ...]]]) -> P:
     texts = [name for name in names if isinstance(name, str)]
     if twice := sorted({name for name in texts if texts.count(name) > 1}):
         raise ShardingError(
-            f"{spec!r} names a dim twice", twice, rule="the dims of a tensor have distinct logical names"
+            f"{spec!r} names a dim twice",
+            twice,
+            rule="the dims of a tensor have distinct logical names",
+            remedy="another name for one of the dims, with a rule of its own; None leaves it whole",
         )
     axes: dict[str, tuple[str, ...]] = {}
     used = {axis for entry in names if isinstance(entry, tuple) for axis in entry}

@@ -11,7 +11,10 @@ _DERIVED: BoundedCache[tuple[int, Hashable], tuple[Rule, Rule]] = BoundedCache(1
 
 
 def derive_rule(rule: Rule, key: Hashable, derive: Callable[[], Rule]) -> Rule:
-    """Returns `derive()`, which depends on nothing but `rule` and `key`; the same object for the same two."""
+    """Returns `derive()`, which depends on nothing but `rule` and `key`.
+
+    Calls with an equal rule and key return one object.
+    """
     if (entry := _DERIVED.get((id(rule), key))) is None:
         entry = _DERIVED[id(rule), key] = rule, derive()  # the entry keeps the rule, whose id is in the key
     return entry[1]

@@ -183,7 +183,8 @@ def from_local(
     """
     caller = f"from_local(x, {str(spec)!r})"
     shards = [x] if isinstance(x, Tensor) else list(x)
-    mesh = _check_from_local(caller, shards, mesh or current_mesh())
+    mesh = _mesh_with_devices(caller, mesh)
+    _check_shards(caller, shards, mesh)
     shapes = _gather_shapes(mesh, shards, caller)
     resolved = _resolve_layout(mesh, spec, {**(sizes or {}), **lengths}, shapes, caller)
     _refuse_different_copies(mesh, shards, resolved.layout, caller)
@@ -194,8 +195,8 @@ def from_local(
     return tensor_hooks.from_shards(shards, form)
 
 
-def _check_from_local(caller: str, shards: Sequence[Tensor], mesh: Mesh | None) -> Mesh:
-    """Returns the mesh; raises `ShardingError` without one, in a trace, and for unsuitable shards."""
+def _mesh_with_devices(caller: str, mesh: Mesh | None) -> Mesh:
+    """Returns `mesh`, or the current one; raises `ShardingError` in a trace, and for a mesh without devices."""
     if is_tracing():
         raise NoProgramError(
             f"{caller} is in a traced function",
@@ -203,12 +204,18 @@ def _check_from_local(caller: str, shards: Sequence[Tensor], mesh: Mesh | None) 
             rule="inside jit every tensor is a whole one, and one program serves all devices",
             remedy="call it outside, and pass the result; a shard_map makes a tensor of what its devices compute",
         )
+    mesh = mesh or current_mesh()
     if mesh is None or mesh.kind == "abstract":
         raise ShardingError(
             f"{caller} is {'outside any mesh' if mesh is None else f'on {mesh}, which has no devices'}",
-            rule="shards lie on the devices of the current mesh",
-            remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
+            rule="shards lie on the devices of a mesh",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or mesh= with devices",
         )
+    return mesh
+
+
+def _check_shards(caller: str, shards: Sequence[Tensor], mesh: Mesh) -> None:
+    """Raises `ShardingError` for shards that are no plain tensors of this process's devices of the mesh."""
     for shard in shards:
         refuse_recorded(caller, shard)
     refuse_dtensors(caller, [("x", shard) for shard in shards])
@@ -234,7 +241,6 @@ def _check_from_local(caller: str, shards: Sequence[Tensor], mesh: Mesh | None) 
             rule="on ranks x is this rank's plain shard, on virtual devices a list with one shard for each",
             remedy="shard(x, spec) places a tensor that every process has whole",
         )
-    return mesh
 
 
 def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tuple[int, ...]]:

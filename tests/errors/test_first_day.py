@@ -433,8 +433,12 @@ def test_from_local_takes_a_mesh() -> None:
     with OTHER:
         assert sl.from_local(rows, "batch@data _", mesh=pair).mesh == pair
     assert torch.equal(sl.from_local(rows, "batch@data _", mesh=pair).full_tensor(), X)
-    with pytest.raises(ShardingError, match=r"is outside any mesh\n.*\nRemedy: .*, or give mesh="):
+    with pytest.raises(ShardingError, match=r"is outside any mesh\n.*\nRemedy: .*, or mesh= with devices"):
         sl.from_local(rows, "batch@data _")
+    with pytest.raises(
+        ShardingError, match=r"no devices\nRule: shards lie on the devices of a mesh\nRemedy: "
+    ):
+        sl.from_local(rows, "batch@data _", mesh=Mesh.abstract(data=2))
 
 
 def test_a_model_of_another_mesh_is_called_on_its_own() -> None:

@@ -151,7 +151,7 @@ def test_axes_that_a_mesh_lacks() -> None:
 @pytest.mark.parametrize(
     ("spec", "rules", "text"),
     [
-        (sl.P("a", "a"), [("a", "X")], r"P\('a', 'a'\) names a dim twice:\n  \* a"),
+        (sl.P("a", "a"), [("a", "X")], r"P\('a', 'a'\) names a dim twice:\n  \* a\n.*\nRemedy: another name for one"),
         (
             {"w": ("embed", "mlp"), "x": sl.P("embed")},
             [("e", "X")],
@@ -159,7 +159,7 @@ def test_axes_that_a_mesh_lacks() -> None:
             r'(.|\n)*P\("embed", "mlp"\) for',
         ),
         ("embed", [], r"these leaves are no specs:\n  \* tree: 'embed'"),
-        (sl.P("a"), [("a", "X"), "b", ("c", 3)], r"these are no rules:\n  \* 'b'\n  \* \('c', 3\)"),
+        (sl.P("a"), [("a", "X"), "b", ("c", 3)], r"these are no rules:\n  \* 'b'\n  \* \('c', 3\)\n.*\nRemedy: write "),
     ],
 )
 def test_refused_rules(spec: Any, rules: Any, text: str) -> None:

@@ -47,7 +47,7 @@ class Builder:
 
     @contextmanager
     def at(self, line: Line | None, backward: bool = False, inside: tuple[Module, ...] | None = None) -> Iterator[None]:
-        """Assigns the steps written inside to a source line, and to modules unless they are those of now."""
+        """Assigns the steps written inside to a source line, and to modules; None keeps the present ones."""
         before = self.line, self.backward, self.inside
         self.line, self.backward, self.inside = line, backward, self.inside if inside is None else inside
         try:

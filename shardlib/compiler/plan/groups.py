@@ -51,7 +51,7 @@ class Group:
 
     @property
     def first(self) -> Item:
-        """The item that the others are like."""
+        """The first item; the others equal it but for indices."""
         return self.items[0]
 
     @property
@@ -150,7 +150,10 @@ def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
 
 
 def largest(groups: Sequence[Group], limit: int) -> tuple[list[Group], list[Group]]:
-    """Returns the groups that cost most, in their order, and the others; at most `limit`, with a line on the others."""
+    """Returns the groups that cost most, in their order, and the others.
+
+    At most `limit` are kept: `limit - 1` if some are left out, so that a line on them fits.
+    """
     ranked = sorted(range(len(groups)), key=lambda i: -groups[i].cost)
     kept = {*ranked[: limit if len(groups) <= limit else max(limit - 1, 0)]}
     return [g for i, g in enumerate(groups) if i in kept], [g for i, g in enumerate(groups) if i not in kept]

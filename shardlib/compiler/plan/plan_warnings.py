@@ -131,7 +131,8 @@ def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
         held = f"{_listed(some)} {verb} whole on every device" if is_whole else f"dims of {_listed(some)} stay whole"
         near = next(filter(None, (_near(name, rules) for name in names)), None)
         meant = f"did you mean {near!r}? Else " if near else ""
-        remedy = f'{meant}Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant'
+        name = names[0]
+        remedy = f'{meant}Mesh(..., rules={{"{name}": axis}}), or rules={{"{name}": None}} if it shall stay whole'
         yield PlanWarning(f"no rule for {' '.join(names)}: {held}", remedy)
 
 

@@ -159,6 +159,7 @@ class Mesh(DeviceGrid):
                 f"{format_mesh(kind, written, normalized, 'cpu', stages=stages)} is not a mesh",
                 faults,
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
+                remedy=mesh_format.remedy_of(faults),
             )
         shape = {name: int(size) for name, size in sizes}
         axes = {name: size for name, size in shape.items() if name != stages}

@@ -17,6 +17,18 @@ MeshAxes = str | tuple[str, ...] | None  # a rule maps a logical name to these
 Axes = str | Iterable[str] | None  # the same, as the user writes it
 Rules = Mapping[str, Axes] | Iterable[tuple[str, Axes]]  # a dict, or pairs as flax and t5x write them
 
+_REMEDIES = {  # by a part of the fault
+    "not a whole number of 1 or more": "sizes of 1 or more: Mesh(data=2, tensor=4)",
+    "is given twice: ": "shardlib.integrations.logical_axes.logical_to_mesh(specs, rules, mesh) takes lists with "
+    "several rules for a name",
+}
+
+
+def remedy_of(faults: Iterable[str]) -> str:
+    """Returns what to do about the faults of a mesh, or a mesh as an example."""
+    remedies = [remedy for part, remedy in _REMEDIES.items() if any(part in fault for fault in faults)]
+    return "; ".join(remedies) or 'write it as Mesh(data=2, tensor=4, rules={"batch": "data"})'
+
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Returns `"; did you mean 'tensor'?"` for the closest candidate; "" if none is close."""

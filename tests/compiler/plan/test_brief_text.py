@@ -602,7 +602,7 @@ SMALL = replace(Machine.preset("h100"), device=replace(Machine.preset("h100").de
         (
             {"rules": {"batch": "data"}},
             "no rule for embed ff: up is whole on every device",
-            'Mesh(..., rules={"embed": axis}); None as the axis says that it is meant',
+            'Mesh(..., rules={"embed": axis}), or rules={"embed": None} if it shall stay whole',
         ),
         (
             {"machine": SMALL},
@@ -649,7 +649,7 @@ def test_mistyped_names_of_small_tensors(bias: str, text: str | None, remedy: st
         opt = torch.optim.AdamW(model.parameters())
         plan = sl.jit(train_step, in_specs=(None, None, "batch embed")).plan(model, opt, meta(4096, 64))
     typos = {w.text: w.remedy for w in plan.warnings if w.text.startswith("no rule for")}
-    meant = f'Mesh(..., rules={{"{bias}": axis}}); None as the axis says that it is meant'
+    meant = f'Mesh(..., rules={{"{bias}": axis}}), or rules={{"{bias}": None}} if it shall stay whole'
     assert typos == ({} if text is None else {text: f"{remedy}{meant}"})
 
 

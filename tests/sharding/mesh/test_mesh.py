@@ -137,8 +137,26 @@ def test_all_faults_of_a_mesh_come_at_once():
         "  * axis 'data' is given twice\n"
         "  * rule 'batch' -> 'dat': the mesh (data=0, data=2) has no axis 'dat'; did you mean 'data'?\n"
         "  * rule 'seq' -> 'pod': the mesh (data=0, data=2) has no axis 'pod'\n"
-        "Rule: axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes"
+        "Rule: axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes\n"
+        "Remedy: sizes of 1 or more: Mesh(data=2, tensor=4)"
     )
+
+
+@pytest.mark.parametrize(
+    ("rules", "remedy"),
+    [
+        ({"batch": "dat"}, 'write it as Mesh(data=2, tensor=4, rules={"batch": "data"})'),
+        (
+            [("batch", "data"), ("batch", None)],
+            "shardlib.integrations.logical_axes.logical_to_mesh(specs, rules, mesh) takes lists with several rules for "
+            "a name",
+        ),
+    ],
+)
+def test_remedies_of_rules(rules, remedy):
+    with pytest.raises(ShardingError) as error:
+        Mesh(data=2, rules=rules)
+    assert error.value.remedy == remedy
 
 
 @pytest.mark.parametrize(
