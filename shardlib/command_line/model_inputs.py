@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +56,12 @@ def _sound(config: Any, sizes: Sizes) -> Tensor:
 
 Maker = Callable[[Any, Sizes], Any]
 
-# By argument of `forward`: how to make it from the config, and whether its size comes from --seq.
-INPUTS: Mapping[str, tuple[Maker, bool]] = {
-    "input_ids": (_ids, True),
-    "pixel_values": (_pixels, False),
-    "input_features": (_features, False),
-    "input_values": (_sound, True),
+# By argument of `forward`: how to make it from the config.
+INPUTS: Mapping[str, Maker] = {
+    "input_ids": _ids,
+    "pixel_values": _pixels,
+    "input_features": _features,
+    "input_values": _sound,
 }
 # By a part of the class's name: the labels of its loss. Other classes have no `labels` here.
 LOSS_LABELS: Mapping[str, Maker] = {
@@ -90,33 +90,40 @@ def make_inputs(model: nn.Module, batch: int | None, seq: int | None) -> dict[st
             rule=f"inputs are {', '.join(INPUTS)}",
             remedy="plan your own step, MODULE:FUNCTION",
         )
-    reads_tokens = any(INPUTS[name][1] for name in names) or labels is _ids
-    _check_sizes(config, type(model).__name__, batch, seq, reads_tokens)
-    sizes = Sizes(batch or 0, seq or 0)
-    inputs: dict[str, Any] = {name: INPUTS[name][0](config, sizes) for name in names}
+    makers = {name: INPUTS[name] for name in names}
     if labels is not None:
-        inputs["labels"] = labels(config, sizes)
+        makers["labels"] = labels
     elif "return_loss" in accepted:
-        inputs["return_loss"] = True
+        makers["return_loss"] = lambda config, sizes: True
     elif "decoder_input_ids" in accepted:
-        inputs["decoder_input_ids"] = _ids(config, sizes)
-    return inputs
+        makers["decoder_input_ids"] = _ids
+    _check_sizes(config, type(model).__name__, batch, seq, reads_tokens=_depend_on_seq(config, makers.values()))
+    return {name: make(config, Sizes(batch or 0, seq or 0)) for name, make in makers.items()}
 
 
-def _check_sizes(config: Any, name: str, batch: int | None, seq: int | None, reads_tokens: bool) -> None:
+def _depend_on_seq(config: Any, makers: Iterable[Maker]) -> bool:
+    """Returns True if `--seq` is a size of one of the inputs; fixed sizes come from the config."""
+    pairs = ((make(config, Sizes(1, 1)), make(config, Sizes(1, 2))) for make in makers)
+    return any(isinstance(x, Tensor) and x.shape != y.shape for x, y in pairs)
+
+
+def _check_sizes(config: Any, name: str, batch: int | None, seq: int | None, *, reads_tokens: bool) -> None:
     wrong = []
     if batch is None or batch < 1:
         wrong.append("--batch is missing" if batch is None else f"--batch {batch} is no number of samples")
     if reads_tokens and (seq is None or seq < 1):
         wrong.append("--seq is missing" if seq is None else f"--seq {seq} is no number of tokens")
+    if seq is not None and not reads_tokens:
+        wrong.append(f"--seq {seq} has no use: the config has all sizes of a sample")
     positions = _first(config.get_text_config(), POSITIONS, None) if reads_tokens else None
     most = positions if isinstance(positions, int) and positions > 0 else None  # some configs write -1 for no limit
     if seq is not None and most is not None and most < seq:
         wrong.append(f"--seq {seq} is more than the {most} positions of its config")
     if wrong:
         raise ShardingError(
-            f"{name} cannot be called", wrong, rule="a step has --batch samples of --seq tokens, over all devices",
-            remedy=f"--batch 1024 --seq {min(4096, most or 4096)}",
+            f"{name} cannot be called", wrong,
+            rule="a step has --batch samples over all devices, of --seq tokens if the model reads tokens",
+            remedy="--batch 1024" + f" --seq {min(4096, most or 4096)}" * reads_tokens,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.errors import ShardingError
 from shardlib.nn.strategies import NAMED
-from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.mesh.machine import PRESETS, Machine
 from shardlib.sharding.mesh.mesh import Mesh
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*")
@@ -55,7 +55,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("target", nargs="?", metavar="MODULE:FUNCTION", help="the function that returns (step, *args)")
     parser.add_argument("--mesh", required=True, metavar="AXES", help="axes and their sizes: data=512,tensor=8")
-    parser.add_argument("--machine", metavar="NAME", help="the devices' kind, for seconds: h100, h200, a100-40, cpu")
+    parser.add_argument("--machine", metavar="NAME", help=f"the devices' kind, for seconds: {', '.join(PRESETS)}")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the plan as a page")
     parser.add_argument("--full", action="store_true", help="print every input, step and output")
     model = parser.add_argument_group("a transformers model")

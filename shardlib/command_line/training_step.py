@@ -104,15 +104,18 @@ def _check_axes(mesh: Mesh, strategy: StrategyAxes) -> None:
 
 def _check_divisible(mesh: Mesh, batch_axes: Sequence[str], batch: int, seq: int | None) -> None:
     """Raises `ShardingError` if devices would have unequal shares of the batch, or of its sequences."""
-    wrong = []
+    wrong, remedies = [], []
     for name, size, axes in (("batch", batch, batch_axes), ("seq", seq, axes_for("seq", SEQUENCE, mesh))):
         ways = math.prod(mesh.axes[axis] for axis in axes)
         if size is not None and size % ways:
             grid = " x ".join(f"{axis}={mesh.axes[axis]}" for axis in axes)
             near = f"{size // ways * ways} or {-(-size // ways) * ways}" if size > ways else f"{ways}"
-            wrong.append(f"--{name} {size} does not divide by {grid} = {ways}; {near} does")
+            product = f" = {ways}" if len(axes) > 1 else ""
+            wrong.append(f"--{name} {size} is no multiple of {grid}{product}")
+            remedies.append(f"--{name} {near}")
     if wrong:
         raise ShardingError(
             "devices would have unequal shares of the step", wrong,
             rule="the strategy shards samples over the data axes, and an axis seq shards tokens",
+            remedy=", ".join(remedies),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ LAYERS = {
 def read_config(path: Path, layers: int | None = None) -> Any:
     """Returns the config in a `config.json`, or in the folder that holds it, with at most `layers` layers per stack.
 
-    Raises `ShardingError` for a missing or broken file, and a model type that transformers does not know.
+    Raises `ShardingError` for a missing or broken file, a model type that transformers does not know, and negative
+    numbers of layers.
     """
     transformers = _import_transformers()
     file = path / "config.json" if path.is_dir() else path
@@ -50,12 +51,28 @@ def read_config(path: Path, layers: int | None = None) -> Any:
             rule="the model's code comes from transformers; code beside a config is not run",
             remedy="install the version of transformers that the config is for, or plan your own MODULE:FUNCTION",
         )  # fmt: skip
+    if negative := list(_negative_layers(content)):
+        raise ShardingError(
+            f"{file} has stacks without layers",
+            negative,
+            rule="numbers of layers are not negative",
+            remedy="correct the config",
+        )
     config = _build(kind, lambda: transformers.CONFIG_MAPPING[kind].from_dict(dict(content)))
     if layers is None:
         return config
     if layers < 1:
         raise ShardingError(f"--layers {layers} is no number of layers", remedy="--layers 4")
     return _build(kind, lambda: type(config).from_dict(limit_layers(config.to_dict(), layers)))
+
+
+def _negative_layers(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the negative numbers of layers of a config and its parts: `text_config.num_layers: -1`."""
+    for key, x in config.items():
+        if isinstance(x, Mapping):
+            yield from _negative_layers(x, f"{prefix}{key}.")
+        elif key in LAYERS and any(isinstance(n, int) and n < 0 for n in (x if isinstance(x, list) else [x])):
+            yield f"{prefix}{key}: {x}"
 
 
 def limit_layers(config: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -82,7 +99,10 @@ def limit_layers(config: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def build_model(config: Any) -> nn.Module:
-    """Builds the class that the config names, or its type's class for a common task, in float32 on the meta device."""
+    """Builds the class that the config names, or its type's class for a common task, in float32 on the meta device.
+
+    Raises `ShardingError` if transformers has none of the named classes.
+    """
     cls = _choose_class(config)
     for part in (config, *(x for x in vars(config).values() if hasattr(x, "use_cache"))):
         part.use_cache = False
@@ -96,9 +116,16 @@ def _choose_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     tables = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in TASKS]
-    names = [*(config.architectures or ()), *(table.get(config.model_type) for table in tables)]
-    names.append(modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type))
-    name = next((name for name in names if isinstance(name, str) and hasattr(transformers, name)), None)
+    tables.append(modeling_auto.MODEL_MAPPING_NAMES)
+    of_type = [name for table in tables if isinstance(name := table.get(config.model_type), str)]
+    named = config.architectures or ()
+    name = next((name for name in named or of_type if isinstance(name, str) and hasattr(transformers, name)), None)
+    if name is None and named and of_type:
+        raise ShardingError(
+            f"transformers has no model {' or '.join(map(repr, named))}",
+            rule="the model is the first of the config's architectures that transformers has",
+            remedy=f"architectures of the type {config.model_type!r}: {', '.join(dict.fromkeys(of_type))}",
+        )
     if name is None:
         raise ShardingError(
             f"transformers has no model for the type {config.model_type!r}",

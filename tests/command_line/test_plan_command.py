@@ -81,8 +81,8 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "machine": (
         (f"{HERE}:product", *MESH, "--machine", "h10"),
         (
-            "'h10' is no machine; did you mean 'h100'?",
-            "known are node, h100, h200, a100-40, cpu",
+            "'h10' is no machine; did you mean 'h100'?\n",
+            "Rule: known are node, h100, h200, a100-40, cpu",
             "Remedy: --machine h100\n",
         ),
     ),
@@ -93,6 +93,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "page that is a folder": (
         (f"{HERE}:product", *MESH, "--html", "{folder}"),
         ("--html '{folder}' cannot be written", "it is a folder"),
+    ),
+    "page in a folder without files": (
+        ("--model", "{folder}/none", *MESH, *SIZES, "--html", "/proc/plan.html"),
+        ("--html '/proc/plan.html' cannot be written", "this process cannot write there"),
     ),
     "no colon": (("train.py", *MESH), ("'train.py' is not MODULE:FUNCTION", "def small()")),
     "a path": (("../train:small", *MESH), ("'../train:small' is not MODULE:FUNCTION",)),
@@ -151,9 +155,22 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shares that differ": (
         ("--model", "{folder}", "--mesh", "replica=2,data=3,seq=4", "--batch", "8", "--seq", "18"),
         (
-            "--batch 8 does not divide by replica=2 x data=3 = 6; 6 or 12 does",
-            "--seq 18 does not divide by seq=4 = 4; 16 or 20 does",
+            "* --batch 8 is no multiple of replica=2 x data=3 = 6\n",
+            "* --seq 18 is no multiple of seq=4\n",
+            "Remedy: --batch 6 or 12, --seq 16 or 20\n",
         ),
+    ),
+    "layers below 0 of a config": (
+        ("--model", "{folder}/negative.json", *MESH, *SIZES),
+        ("negative.json has stacks without layers", "* num_hidden_layers: -3\n", "* text_config.depth: [2, -1]\n"),
+    ),
+    "unknown architecture": (
+        ("--model", "{folder}/nameless.json", *MESH, *SIZES),
+        ("transformers has no model 'NoSuch'\n", "of the type 'llama': LlamaForCausalLM, "),
+    ),
+    "tokens of images": (
+        ("--model", "{folder}/images.json", "--mesh", "data=2", *SIZES),
+        ("* --seq 16 has no use: the config has all sizes of a sample\n", "Remedy: --batch 1024\n"),
     ),
     "layers": (("--model", "{folder}", *MESH, *SIZES, "--layers", "0"), ("--layers 0 is no number of layers",)),
     "inputs of another kind": (
@@ -170,6 +187,9 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
     write_config(tmp_path, {"hidden_size": 32}, "typeless.json")
     write_config(tmp_path, TINY | {"max_position_embeddings": -1}, "endless.json")
     write_config(tmp_path, {"model_type": "lama"}, "unknown.json")
+    write_config(tmp_path, TINY | {"num_hidden_layers": -3, "text_config": {"depth": [2, -1]}}, "negative.json")
+    write_config(tmp_path, TINY | {"architectures": ["NoSuch"]}, "nameless.json")
+    write_config(tmp_path, CASES["vit"].config(is_tiny=True), "images.json")
     write_config(tmp_path, TINY | {"hidden_size": "wide"}, "unfit.json")
     write_config(tmp_path, {"model_type": "time_series_transformer", "prediction_length": 4}, "series.json")
     arguments, parts = BAD[case]
@@ -197,6 +217,11 @@ def test_words_of_the_shell(text: str, has_model: bool, words: str) -> None:
     """Arguments that a function of the user passes itself keep their names, as do its own meshes."""
     error = in_shell_words(sl.ShardingError(text, [text], rule=text, remedy=text), MESH[1], has_model=has_model)
     assert str(error) == f"{words}:\n  * {words}\nRule: {words}\nRemedy: {words}"
+
+
+def test_help_lists_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert "for seconds: node, h100, h200, a100-40, cpu" in " ".join(out.split())
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

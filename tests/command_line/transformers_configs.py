@@ -8,13 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """The content of a `config.json`: `real` sizes, which `tiny` overrides, and the tokens of a sample in both."""
+    """The content of a `config.json`: `real` sizes, which `tiny` overrides, and the tokens of a sample in both.
+
+    A model of images has no tokens: None.
+    """
 
     kind: str
     architecture: str
     real: dict[str, Any] = field(default_factory=dict)
     tiny: dict[str, Any] = field(default_factory=dict)
-    seq: tuple[int, int] = (4096, 16)
+    seq: tuple[int | None, int | None] = (4096, 16)
 
     def config(self, *, is_tiny: bool) -> dict[str, Any]:
         sizes = self.real | self.tiny if is_tiny else self.real
@@ -242,12 +245,14 @@ CASES = {
         "ViTForImageClassification",
         {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "num_hidden_layers": 32, **_IMAGE},
         _TINY_ENCODER | {"image_size": 32, "patch_size": 8},
+        (None, None),
     ),
     "swin": Case(
         "swin",
         "SwinForImageClassification",
         {"embed_dim": 192, "depths": [2, 2, 18, 2], "num_heads": [6, 12, 24, 48], "window_size": 7},
         {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 64},
+        (None, None),
     ),
     "clip": Case(
         "clip",

@@ -435,9 +435,7 @@ def test_from_local_takes_a_mesh() -> None:
     assert torch.equal(sl.from_local(rows, "batch@data _", mesh=pair).full_tensor(), X)
     with pytest.raises(ShardingError, match=r"is outside any mesh\n.*\nRemedy: .*, or mesh= with devices"):
         sl.from_local(rows, "batch@data _")
-    with pytest.raises(
-        ShardingError, match=r"no devices\nRule: shards lie on the devices of a mesh\nRemedy: "
-    ):
+    with pytest.raises(ShardingError, match=r"no devices\nRule: shards lie on the devices of a mesh\nRemedy: "):
         sl.from_local(rows, "batch@data _", mesh=Mesh.abstract(data=2))
 
 

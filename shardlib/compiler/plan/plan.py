@@ -239,6 +239,8 @@ class Plan(exports.Exports):
     def diff(self, other: Plan) -> PlanDiff:
         """Compares this plan with another one, in bytes, FLOPs, memory and layouts, line by line.
 
+        Raises `ShardingError` for another object.
+
         Example:
             >>> import torch, shardlib as sl
             >>> product = lambda x, w: x @ w
@@ -251,6 +253,12 @@ class Plan(exports.Exports):
             >>> bool(before.diff(before))
             False
         """
+        if not isinstance(other, Plan):
+            raise ShardingError(
+                f"the plan of {self.name} is compared with {other!r}",
+                rule="plans are compared with plans",
+                remedy="plan.diff(step.plan(*args)), where step is jitted",
+            )
         return diff(self, other)
 
     def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:

@@ -205,7 +205,7 @@ class Machine:
             close = get_close_matches(str(name), PRESETS, n=1)
             raise ShardingError(
                 f"{name!r} is no machine" + (f"; did you mean {close[0]!r}?" if close else ""),
-                [f"known are {', '.join(PRESETS)}"],
+                rule=f"known are {', '.join(PRESETS)}",
                 remedy="Machine(device=Device(...), inner=Link(...), outer=Link(...)), or Machine.measure()",
             )
         return PRESETS[name]

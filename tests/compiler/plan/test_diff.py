@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib import Mesh
+from shardlib import Mesh, ShardingError
 from shardlib.compiler.plan.diff import Total
 from tests.compiler.plan.test_plan import GRID, LINE, MLP, RULES, SPECS, _w1, meta, mlp, plan
 
@@ -79,6 +79,16 @@ program (- gone, + new, ~ other bytes)
 def test_cells_of_a_total(total: Total, cells: tuple[str, ...]) -> None:
     """Counts are exact, other figures have three digits."""
     assert total.cells == cells
+
+
+@pytest.mark.parametrize("other", [None, "plan", BEFORE.to_dict])
+def test_another_object_is_refused(other: Any) -> None:
+    with pytest.raises(ShardingError) as error:
+        BEFORE.diff(other)
+    assert str(error.value) == (
+        f"the plan of mlp is compared with {other!r}\nRule: plans are compared with plans\n"
+        "Remedy: plan.diff(step.plan(*args)), where step is jitted"
+    )
 
 
 def test_nothing_changed() -> None:

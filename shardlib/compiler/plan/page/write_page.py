@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -79,16 +80,14 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises the error of `write_page` if no file can be written at `path`; writes nothing."""
+    """Raises the error of `write_page` if no file can be written at `path`; leaves nothing there."""
     folder = path.resolve().parent
-    fault = (
-        "it is a folder" if path.is_dir()
-        else f"the folder {folder} does not exist" if not folder.is_dir()
-        else "this process may not write there" if not os.access(path if path.exists() else folder, os.W_OK)
-        else None
-    )  # fmt: skip
-    if fault:
-        raise _write_error(path, fault)
+    if path.is_dir() or not folder.is_dir():
+        raise _write_error(path, "it is a folder" if path.is_dir() else f"the folder {folder} does not exist")
+    try:  # as `write_page` does; `os.access` would allow /proc
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _write_error(path, f"this process cannot write there: {error.strerror}") from error
 
 
 def _write_error(path: str | os.PathLike[str], fault: str) -> ShardingError:
