@@ -11,7 +11,8 @@ from itertools import groupby
 
 _INDEX = re.compile(r"(?<![^.\[])\d+(?![^.\]])")  # a number that is a whole word of a path
 _INDEX_OR_STAR = re.compile(rf"{_INDEX.pattern}|\*")
-_PART_OF_NAME = re.compile(r"(?<=[.\[_])\d+(?![^\W_])|(?<![^\W_])\d+(?=[.\]_])")  # a number beside `.`, `[`, `]` or `_`
+# A number beside `.`, `[`, `]` or `_`, and a module's index in front of its class.
+_PART_OF_NAME = re.compile(r"(?<=[.\[_])\d+(?![^\W_])|(?<![^\W_])\d+(?=[.\]_])|^\d+(?= \()")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -41,7 +42,7 @@ def restore_indices(pattern: str, names: Sequence[str], rivals: Iterable[Sequenc
     """
     others, rows = [row for rival in rivals for row in _indices(rival)], _indices(names)
     columns = _columns(names)
-    if columns and any(all(map(operator.contains, columns, row)) for row in others):
+    if any(row not in rows and all(map(operator.contains, columns, row)) for row in others):
         return _list_middles(pattern, rows, columns)
     words = []
     for i, column in enumerate(columns):
@@ -118,10 +119,11 @@ def group_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, int, tuple[s
 def strip_numbers(text: str) -> str:
     """Returns a text that is equal for other nodes and layers: `mm_3 = mm(layers[3].w)` is `mm = mm(layers[*].w)`.
 
-    Suffixes of nodes are removed; numbers beside a dot, a bracket or an underscore are replaced by stars.
+    Suffixes of nodes are removed; indices are replaced by stars: numbers beside a dot, a bracket or an underscore, and
+    the index of a module in front of its class.
 
     Example:
-        >>> strip_numbers("mm_3 = mm(h_1, layers_2_w1)"), strip_numbers("layers.2 (8 heads)")
-        ('mm = mm(h, layers_*_w1)', 'layers.* (8 heads)')
+        >>> strip_numbers("mm_3 = mm(h_1, layers_2_w1)"), strip_numbers("2 (Block)"), strip_numbers("sum over 256")
+        ('mm = mm(h, layers_*_w1)', '* (Block)', 'sum over 256')
     """
     return _PART_OF_NAME.sub("*", re.sub(r"(?<=\w)_\d+\b", "", text))

@@ -118,9 +118,9 @@ def test_a_form_records_two_functions_of_one_argument() -> None:
     ring.builder.inputs.append(x)
     ring.builder.outputs += [ring.local.run(form, x) for form in (lambda x: x + 1, lambda x: x * 2)]
     more, twice = virtual.load(ring.builder.finish(), ring.mesh, share=False)([tuple(start)])
-    for i, shard in enumerate(start):
-        assert torch.equal(more[i], shard + 1)
-        assert torch.equal(twice[i], shard * 2)
+    for i, own in enumerate(start):
+        assert torch.equal(more[i], own + 1)
+        assert torch.equal(twice[i], own * 2)
 
 
 @pytest.mark.parametrize(("size", "n", "seed"), CASES)
