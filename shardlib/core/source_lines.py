@@ -215,4 +215,5 @@ _EXAMPLES = f"{_HERE / 'examples'}{os.sep}"
 _STDLIB = f"{Path(os.__file__).parent}{os.sep}"
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_HERE, (_HERE / "ops").resolve(), Path(torch.__file__).parent))
 _LIBRARIES += (typing_extensions.__file__,)  # torch marks functions as deprecated by wrappers of it
-_ROOTS = sorted({str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["purelib"]}, key=len, reverse=True)
+_LIBRARY_FOLDERS = (str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["purelib"], str(_HERE.parent))
+_ROOTS = sorted({*_LIBRARY_FOLDERS}, key=len, reverse=True)

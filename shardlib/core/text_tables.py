@@ -11,6 +11,7 @@ from shardlib.core.name_patterns import group_names, strip_numbers
 
 def format_si(n: float, unit: str) -> str:
     """Formats a count with a decimal prefix: `11.4 MB`."""
+    n = float(f"{n:.3g}") if n >= 1e3 else n  # 999,999 B are 1 MB
     for power, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= power:
             return f"{n / power:.3g} {prefix}{unit}"

@@ -106,6 +106,8 @@ class Explainer:
 
     def brief(self, c: Collective) -> str:
         """Returns the reason of a collective without names of values, so that equal layers have equal reasons."""
+        if c.because is None:  # written in a shard_map body
+            return c.reason
         reader = c.because.by if isinstance(c.because, Asked) else None
         if isinstance(c.because, Inside):
             return f"{self._action(c, c.because)}, in {op_name(c.because.op)}"

@@ -80,8 +80,9 @@ def _inputs_of(plan: Plan, work: Redundant) -> set[int]:
 
 
 def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
-    """Gathers of values; gathers of weights and of their gradients are the strategy's."""
-    outs = [c.out.nbytes for c in plan.compiled.program.collectives]
+    """Gathers of values that the compiler decides; gathers of weights and of their gradients are the strategy's."""
+    collectives = plan.compiled.program.collectives
+    outs = [0 if c.because is None else c.out.nbytes for c in collectives]  # None: of a shard_map body
     gathers = [item for item in plan.items.collectives if item.kind.startswith("all_gather") and not item.role]
     for g in group(item for item in gathers if _is_large(plan, outs[item.position])):
         at, times = g.first.position, f", {g.times} times" if g.times > 1 else ""

@@ -618,6 +618,14 @@ def test_warnings(options: Any, text: str, remedy: str) -> None:
     assert warnings[text] == remedy
 
 
+def test_a_gather_of_the_users_own_is_no_warning() -> None:
+    with sl.Mesh.abstract(data=2):
+        gather = sl.shard_map(lambda x: sl.all_gather(x, "data").sum(), in_specs="b@data _", out_specs="")
+        plan = sl.jit(gather).plan(meta(64, 32))
+    assert [item.note for item in plan.items.collectives] == ["written in a shard_map body"]
+    assert not [w for w in plan.warnings if "gather" in w.text]
+
+
 class Biased(nn.Module):
     def __init__(self) -> None:
         super().__init__()

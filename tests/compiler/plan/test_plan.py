@@ -335,6 +335,11 @@ def test_fold_keeps_lines_with_other_figures(figures: tuple[str, str]) -> None:
     assert len(fold_rows([Row((f"mm_{i}", a, f"sum over h.{i}")) for i in range(3)])) == 2
 
 
+def test_fold_keeps_lines_with_other_sizes() -> None:
+    rows = [Row((f"mm_{i}", "2 kB", f"sum over {size}")) for i, size in enumerate((256, 512, 1024))]
+    assert fold_rows(rows) == rows
+
+
 def test_fold_names_stars_only_what_varies() -> None:
     rows = [("r[1].h[0].w", "f32"), ("r[1].h[1].w", "f32"), ("m.h.0.w", "f32"), ("m.h.1.w", "f32")]
     assert fold_names(rows) == [("r[1].h[*].w x 2", "f32"), ("m.h.*.w x 2", "f32")]

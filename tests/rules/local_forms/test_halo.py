@@ -111,6 +111,18 @@ def test_any_range_is_fetched_and_nothing_else_is_sent(size: int, n: int, seed: 
     assert len(ring.messages) < n, "a ring of n turns n - 1 times at most, so that no fetch exceeds a gather"
 
 
+def test_a_form_records_two_functions_of_one_argument() -> None:
+    """The recordings of one form are told apart by their order."""
+    ring, start = Ring(4, 2), [r(2, 1), r(2, 1)]
+    x = Var("start", ring.cut, torch.float64)
+    ring.builder.inputs.append(x)
+    ring.builder.outputs += [ring.local.run(form, x) for form in (lambda x: x + 1, lambda x: x * 2)]
+    more, twice = virtual.load(ring.builder.finish(), ring.mesh, share=False)([tuple(start)])
+    for i, own in enumerate(start):
+        assert torch.equal(more[i], own + 1)
+        assert torch.equal(twice[i], own * 2)
+
+
 @pytest.mark.parametrize(("size", "n", "seed"), CASES)
 def test_giving_back_is_the_transpose(size: int, n: int, seed: int) -> None:
     ring, rng = Ring(size, n), random.Random(seed)

@@ -71,7 +71,10 @@ class LocalForm:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that the next recording of the library's code may depend on, besides its arguments."""
+        """All that the next recording of the library's code may depend on, besides its arguments.
+
+        For most rules, some of these follow from the others; none does for every rule.
+        """
         labels, dims = self._emitter.propagation.labels[self._op], self._emitter.propagation.dims
         sizes = tuple([(f, *map(dims.size, own)) for f, own in labels.items()])
         operands = tuple([(v.layout, v.dtype) for v in leaves((self.args, self.kwargs), Var)])

@@ -78,7 +78,8 @@ function significant(number) {
 /** Formats a count like the text of a plan: `11.4 MB`. */
 function si(number, unit) {
   const prefixes = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-  for (const [size, prefix] of prefixes) if (number >= size) return `${significant(number / size)} ${prefix}${unit}`;
+  const rounded = Number(number.toPrecision(3)); // 999,999 B are 1 MB
+  for (const [size, prefix] of prefixes) if (rounded >= size) return `${significant(rounded / size)} ${prefix}${unit}`;
   return unit ? `${significant(number)} ${unit}` : significant(number);
 }
 

@@ -213,6 +213,40 @@ def test_equal_ops_share_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs, "another dim is another recording"
 
 
+def _scan(spec: str, dim: int = 0, *, dtype: torch.dtype = torch.float64, **axes: int) -> Any:
+    return lambda x: (lambda x: x.cumsum(dim), x.to(dtype), spec, axes or {"a": 4})
+
+
+def _pad(value: float) -> Any:
+    return lambda x: (lambda x: F.pad(x, (1, 1), value=value), x, "_ f@a", {"a": 4})
+
+
+# Two calls that differ in one thing, which the recording of their local form depends on.
+_DIFFERENT = {
+    "an argument": (_scan("s@a f", 0), _scan("s f@a", 1)),
+    "a dtype": (_scan("s@a f"), _scan("s@a f", dtype=torch.float32)),
+    "the number of devices": (_scan("s@a f"), _scan("s@a f", a=2)),
+    "the axis": (_scan("s@a f", a=4, b=2), _scan("s@b f", a=4, b=2)),
+    "the name of the axis": (_scan("s@a f", a=4), _scan("s@b f", b=4)),
+    "uneven shards": (_scan("s@a=[2 2 2 6] f"), _scan("s@a f")),
+    "a number": (_pad(0.5), _pad(2.0)),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", _DIFFERENT)
+def test_different_ops_have_recordings_of_their_own(name: str, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_torch_code, "_LIBRARY_CODE", {})
+    x = r(12, 12)
+    for make in reversed(_DIFFERENT[name]) if turned else _DIFFERENT[name]:
+        count = len(record_torch_code._LIBRARY_CODE)
+        fn, value, spec, axes = make(x)
+        with Mesh(**axes):
+            result = sl.jit(fn, in_specs=spec)(value).full_tensor()
+        torch.testing.assert_close(result, fn(value))
+        assert len(record_torch_code._LIBRARY_CODE) > count, "a recording of its own"
+
+
 def test_inference_mode_records_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_torch_code, "_LIBRARY_CODE", {})
     x, texts = r(7, 3), []
