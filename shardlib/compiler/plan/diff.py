@@ -15,6 +15,7 @@ from shardlib.compiler.plan.names import shorten
 from shardlib.compiler.plan.page.write_page import page_text, write_page
 from shardlib.compiler.plan.totals import Figure, figures
 from shardlib.compiler.program.steps import Compute
+from shardlib.core.errors import ShardingError
 from shardlib.core.name_patterns import strip_numbers
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.core.text_tables import fold_names, format_si, format_table
@@ -144,7 +145,13 @@ class _Costs:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """Compares two plans."""
+    """Compares two plans. Raises `ShardingError` for another object."""
+    if not isinstance(after, type(before)):
+        raise ShardingError(
+            f"the plan of {before.name} is compared with {after!r}",
+            rule="plans are compared with plans",
+            remedy="plan.diff(step.plan(*args)), where step is jitted",
+        )
     old, new = _costs(before), _costs(after)
     changed = (_line(spot, old.get(spot, _Costs()), new.get(spot, _Costs())) for spot in {**new, **old})
     lines = tuple(x for x in changed if x.collectives or x.flops[0] != x.flops[1])
@@ -157,9 +164,9 @@ def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:
     was, now = ({x.name: x for x in figures(plan)} for plan in (before, after))
     totals = []
     for name, figure in (was | now).items():
-        pair = [some.get(name, Figure(name, 0.0)) for some in (was, now)]
-        where = " -> ".join(dict.fromkeys(x.where for x in pair if x.where))
-        totals.append(Total(name, figure.unit, *(float(x.value) for x in pair), where))
+        old, new = (some.get(name, Figure(name, 0.0)) for some in (was, now))
+        where = " -> ".join(dict.fromkeys(filter(None, (old.where, new.where))))
+        totals.append(Total(name, figure.unit, float(old.value), float(new.value), where))
     return tuple(totals)
 
 

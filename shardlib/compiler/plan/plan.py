@@ -253,12 +253,6 @@ class Plan(exports.Exports):
             >>> bool(before.diff(before))
             False
         """
-        if not isinstance(other, Plan):
-            raise ShardingError(
-                f"the plan of {self.name} is compared with {other!r}",
-                rule="plans are compared with plans",
-                remedy="plan.diff(step.plan(*args)), where step is jitted",
-            )
         return diff(self, other)
 
     def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:
