@@ -262,6 +262,7 @@ def test_no_collective_is_faster_than_the_fastest(node: int, inner: int, outer: 
             assert all(prices.link(group, pairwise)[1] <= prices.fastest for pairwise in (False, True)), group
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prices", "share"),
     [
