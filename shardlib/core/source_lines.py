@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -45,11 +46,13 @@ class Line(NamedTuple):
         return self if self.tag is NO_TAG else self._replace(tag=NO_TAG)
 
 
-class Module(NamedTuple):
-    """A module: its path from the outermost called module, and its class."""
+@dataclass(frozen=True)
+class Module:
+    """A module: its path from the outermost called module, and its class; `instance` is its id during the trace."""
 
     path: str
     kind: str
+    instance: int = field(default=0, repr=False, compare=False)
 
 
 class Modules(NamedTuple):
@@ -62,7 +65,7 @@ class Modules(NamedTuple):
     def entered(self, m: Any) -> Modules:
         """Adds a `torch.nn.Module`."""
         names = {id(x): name for name, x in m.named_modules()} if self.names is None else self.names
-        return Modules((*self.entries, Module(names.get(id(m), ""), type(m).__name__)), names, m)
+        return Modules((*self.entries, Module(names.get(id(m), ""), type(m).__name__, id(m))), names, m)
 
     def apart(self) -> Modules:
         """Starts an empty list whose paths begin at the innermost module."""
@@ -72,7 +75,7 @@ class Modules(NamedTuple):
     def around(self, entries: tuple[Module, ...]) -> tuple[Module, ...]:
         """Prepends these modules to entries that were recorded `apart`."""
         prefix = self.entries[-1].path if self.entries else ""
-        return (*self.entries, *(Module(".".join(filter(None, (prefix, x.path))), x.kind) for x in entries))
+        return (*self.entries, *(Module(".".join(filter(None, (prefix, x.path))), x.kind, x.instance) for x in entries))
 
 
 modules: ContextVar[Modules] = ContextVar("shardlib_modules", default=Modules())  # noqa: B039 the default is frozen

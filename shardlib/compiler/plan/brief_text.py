@@ -182,7 +182,7 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     phases = [phase for phase in PHASES if any(item.phase == phase for item in items)]
     has_phases = phases != [FORWARD]
     room = max(limit - len(phases) * has_phases - 1, 1)
-    shown, rest = largest(group_to_fit(items, room), room)
+    shown, rest = largest(group_to_fit(items, room, (item.path for item in plan.items.inputs)), room)
     sent = ", ".join(filter(None, ("sent", scope_label(plan))))
     rows: list[tuple[str, ...]] = [("collectives by module", "", "", sent, "time", "i", "why")]
     for phase in phases:

@@ -47,7 +47,7 @@ class Group:
     pattern: str
     items: tuple[Item, ...]
     is_joined: bool = False  # the pattern names all its tensors
-    rivals: tuple[tuple[str, ...], ...] = ()  # the paths of each other group of the same phase and pattern
+    names: tuple[str, ...] = ()  # all names of the plan that fit the pattern
 
     @property
     def first(self) -> Item:
@@ -76,7 +76,7 @@ class Group:
 
     @cached_property
     def path(self) -> str:
-        """The pattern with the indices that all items have: `layers.3.attn` for a single one."""
+        """The pattern with indices where a single item or some layers have them: `layers.3.attn`, `layers.{1,2}`."""
         return self.pattern if self.is_joined else self._restore(self.pattern)
 
     @property
@@ -97,7 +97,7 @@ class Group:
         return tuple(dict.fromkeys(item.pattern for item in self.items if item.is_tensor))
 
     def _restore(self, pattern: str) -> str:
-        return restore_indices(pattern, self.paths, self.rivals)
+        return restore_indices(pattern, self.paths, [self.names])
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -119,26 +119,32 @@ def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: item.
     return tuple(Group(pattern, tuple(members)) for (*_, pattern), members in groups.items())
 
 
-def set_apart(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups; those of one phase and pattern get names with their own indices.
+def set_apart(groups: Sequence[Group], names: Iterable[str] = ()) -> list[Group]:
+    """Returns the groups; those without all layers get names with indices.
+
+    The layers are those of all groups, and of more `names` of the plan that begin with the pattern of a group.
 
     Example:
         >>> items = [Item("input", f"h.{i}.w", "", f"f32[{8 if i < 3 else 4}]", "", 8.0, i) for i in range(5)]
         >>> [g.name for g in set_apart(group(items))]
         ['h.{0-2}.w', 'h.{3,4}.w']
+        >>> [g.name for g in set_apart(group(items[:3]), ["h.3.w.scale"])]
+        ['h.{0-2}.w']
     """
-    alike: dict[tuple[str, ...], list[Group]] = {}
-    for g in groups:
-        alike.setdefault((g.first.phase, g.first.role, g.pattern, *g.tensors), []).append(g)
-    rivals = {id(g): tuple(r.paths for r in same if r is not g) for same in alike.values() for g in same}
-    return [replace(g, rivals=rivals[id(g)]) if rivals[id(g)] else g for g in groups]
+    names = {*names, *(path for g in groups for path in g.paths)}
+    return [replace(g, names=tuple(filter(_prefix(g.pattern).match, names))) for g in groups]
 
 
-def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
+def _prefix(pattern: str) -> re.Pattern[str]:
+    """Returns what fits the first words of a path: `h.*` those of `h.3` and `h.12.w`."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"(?:\d+|\*)") + r"(?![^.\[\]])")
+
+
+def group_to_fit(items: Sequence[Item], limit: int, names: Iterable[str] = ()) -> tuple[Group, ...]:
     """Groups items by ever shorter paths, until `limit` groups hold all but 2 % of the seconds (or bytes).
 
     Tensors are grouped by layer, and values by a module behind the last index of their paths; then by one behind the
-    first index; then by layer, as tensors; then both by the first three names.
+    first index; then by layer, as tensors; then both by the first three names. `names` are those of `set_apart`.
     """
     groups: tuple[Group, ...] = ()
     for cut in _CUTS:
@@ -146,7 +152,7 @@ def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
         costs = sorted((g.cost for g in groups), reverse=True)
         if len(groups) <= limit or sum(costs[: limit - 1]) >= _MOST * sum(costs):
             break
-    return tuple(set_apart(groups))
+    return tuple(set_apart(groups, names))
 
 
 def largest(groups: Sequence[Group], limit: int) -> tuple[list[Group], list[Group]]:

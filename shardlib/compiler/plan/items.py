@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,6 +128,8 @@ class Items:
         reader = c.because.by if isinstance(c.because, Asked) else None
         if isinstance(reader, int) and self.output_roles[reader][1]:
             return self.output_roles[reader]
+        if value in self._new_values:
+            return self._new_values[value], NEW, True
         return self._module(c), "", False
 
     def _module(self, c: Collective) -> str:
@@ -150,19 +151,27 @@ class Items:
         inside = op.node.meta.get("modules", ())
         if not inside or not inside[-1].path:
             return ""
-        return self._prefixes.get(inside[0].kind, "") + str(inside[-1].path)
+        prefixes = {*self._read_prefixes(op)} or self._prefixes.get(inside[0].instance, {""})
+        return (next(iter(prefixes)) if len(prefixes) == 1 else f"{inside[0].kind}.") + str(inside[-1].path)
 
     @cached_property
-    def _prefixes(self) -> dict[str, str]:
-        """Maps classes of outermost modules to what stands before their paths in names of inputs: `model.`."""
-        counts: dict[str, Counter[str]] = {}
-        for value, position in self._source_positions.items():
-            name = self.naming.inputs[position]
-            for op, _ in value.readers:
-                inside = op.node.meta.get("modules", ())
-                if inside and inside[-1].path and (at := f".{name}".find(f".{inside[-1].path}.")) >= 0:
-                    counts.setdefault(inside[0].kind, Counter())[name[:at]] += 1
-        return {kind: counter.most_common(1)[0][0] for kind, counter in counts.items()}
+    def _prefixes(self) -> dict[int, set[str]]:
+        """Maps outermost modules to what stands before their paths in names of inputs: `model.`.
+
+        A module may read several sets of weights, and a recorded round of a loop belongs to several modules.
+        """
+        prefixes: dict[int, set[str]] = {}
+        for op in dict.fromkeys(op for value in self._source_positions for op, _ in value.readers):
+            for prefix in self._read_prefixes(op):
+                prefixes.setdefault(op.node.meta["modules"][0].instance, set()).add(prefix)
+        return prefixes
+
+    def _read_prefixes(self, op: Op) -> Iterator[str]:
+        """Yields what stands before the path of an op's module in the names of inputs that the op reads."""
+        inside, positions = op.node.meta.get("modules", ()), self._source_positions
+        for name in (self.naming.inputs[positions[v]] for v in op.operands if v in positions):
+            if inside and inside[-1].path and (at := f".{name}".rfind(f".{inside[-1].path}.")) >= 0:
+                yield name[:at]
 
     def _reason(self, c: Collective, role: str) -> str:
         """Returns why a collective is there, in a few words that are the same for all layers."""
@@ -207,26 +216,51 @@ class Items:
         pairs += [
             (v, roles[i][0]) for i, v in enumerate(graph.outputs) if isinstance(v, Value) and roles[i][1] == GRADIENT
         ]
+        gradients: dict[Value | None, str] = dict(reversed(pairs))
         for op in (op for op in graph.ops if self._phases[op] == OPTIMIZER):
             weights = [v for v in op.operands if v in self._trained and self._is_no_state(v)]
             if len(weights) == 1:
-                alike = (v for v in op.operands if v.op is not None and v.shape == weights[0].shape)
-                pairs += [(v, names[weights[0]]) for v in alike]
-        gradients: dict[Value | None, str] = {}
+                pairs += [(v, names[weights[0]]) for v in op.operands if v.shape == weights[0].shape]
         for value, name in pairs:
             for v in self._sources(value):
                 gradients.setdefault(v, name)
         return gradients
 
     def _sources(self, value: Value) -> Iterator[Value]:
-        """Yields a gradient, and the values of its size from which views and the optimizer's code compute it."""
+        """Yields the gradients of a value's size from which views and the optimizer's code compute it."""
         at: Value | None = value
         while at is not None and at.op is not None:
-            yield at
+            if at in self._backward_values:
+                yield at
             op, size = at.op, math.prod(at.shape)
-            is_followed = op.transparent or self._phases[op] == OPTIMIZER
+            is_update = self._phases[op] == OPTIMIZER and at not in self._new_weights
             operands = [v for v in op.operands if v.op is not None and math.prod(v.shape) == size]
-            at = operands[0] if is_followed and operands else None
+            operands.sort(key=lambda v: v not in self._backward_values)
+            at = operands[0] if operands and (op.transparent or is_update) else None
+
+    @cached_property
+    def _backward_values(self) -> set[Value]:
+        """The values of the backward pass, and those of the optimizer that only scale, add or view them."""
+        values = set[Value]()
+        for op in self.compiled.graph.ops:
+            for result in (v for v in op.results if v is not None):
+                alike = [v in values for v in op.operands if math.prod(v.shape) == math.prod(result.shape)]
+                is_scaled = self._phases[op] == OPTIMIZER and any(alike) and all(alike)
+                if self._phases[op] == BACKWARD or (is_scaled and result not in self._new_values):
+                    values.add(result)
+        return values
+
+    @cached_property
+    def _new_values(self) -> dict[Value | None, str]:
+        """Maps new values of inputs to the inputs' names."""
+        outputs, roles = self.compiled.graph.outputs, self.output_roles
+        return {v: roles[i][0] for i, v in enumerate(outputs) if isinstance(v, Value) and roles[i][1] == NEW}
+
+    @cached_property
+    def _new_weights(self) -> set[Value | None]:
+        """The new values of inputs that are no moments of an optimizer."""
+        inputs = {item.path for item in self.inputs if item.phase == INPUT}
+        return {value for value, name in self._new_values.items() if name in inputs}
 
     def _is_no_state(self, value: Value) -> bool:
         at = self._positions.get(value)

@@ -262,6 +262,7 @@ def test_no_collective_is_faster_than_the_fastest(node: int, inner: int, outer: 
             assert all(prices.link(group, pairwise)[1] <= prices.fastest for pairwise in (False, True)), group
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prices", "share"),
     [
@@ -271,7 +272,7 @@ def test_no_collective_is_faster_than_the_fastest(node: int, inner: int, outer: 
     ids=["links alike", "h100"],
 )
 def test_the_search_drops_nothing_cheap(prices: Prices, share: float) -> None:
-    """`share`: the searched steps take this part of the seconds of the direct ones; with fewer moves, they take more."""
+    """The searched steps take `share` of the seconds of the direct ones; with fewer moves, they take more."""
     rng, spent, plain, parts = random.Random(0), 0.0, 0.0, ((64,), (4, 16), (32,))
     atoms = (A0, A1, Axis("b", 8), C)
     for _ in range(150):

@@ -87,7 +87,7 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
     meant = {x for x in every if any(_fits(name, x) for name in names)}
     chosen = {owner for owner, op_names in ops.items() if not meant.isdisjoint(op_names)}
     for owner, modules in scopes.items():
-        around = {module for module in modules if not meant.isdisjoint(module)}
+        around = {module for module in modules if not meant.isdisjoint((module.path, module.kind))}
         if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
             chosen.add(owner)
     return chosen
@@ -98,7 +98,7 @@ def _all_names(crossing: Crossing) -> tuple[dict[Var, set[str]], dict[Var, froze
     ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
     scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
     every = {name for op_names in ops.values() for name in op_names}
-    return ops, scopes, every | {name for modules in scopes.values() for module in modules for name in module}
+    return ops, scopes, every | {x for modules in scopes.values() for m in modules for x in (m.path, m.kind)}
 
 
 def is_absent(objects: Iterable[object], name: str) -> bool:
