@@ -23,9 +23,10 @@ class Prices:
     def __init__(self, machine: Machine, axes: Mapping[str, int]) -> None:
         self.machine, self.axes = machine, axes
         self.bandwidth = machine.device.bandwidth  # bytes/s of memory
+        links = machine.inner, machine.outer, *machine.links.values()
+        self.fastest = max(link.bandwidth for link in links)  # of all links
         # No collective exceeds this rate: of pairwise messages between two nodes, half stay inside a node.
-        rates = [x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values())]
-        self.fastest = max(*rates, 2 * machine.outer.bandwidth / machine.outer.sharing)
+        self.highest_rate = max(self.fastest, 2 * machine.outer.bandwidth / machine.outer.sharing)
         self._links: dict[tuple[tuple[Axis, ...], bool], tuple[float, float]] = {}
 
     @staticmethod

@@ -139,7 +139,7 @@ class _Search:
         """Returns the cheapest steps, or the `direct` ones if none are cheaper."""
         limit = sum(step.bytes for step in direct)
         bound = sum(step.seconds(self.prices) for step in direct) * (1 - 1e-6)
-        fastest = self.prices.fastest
+        fastest = self.prices.highest_rate
         best: dict[State, float] = {self.src: 0.0}
         came: dict[State, tuple[State, Move]] = {}
         queue: list[tuple[float, float, float, State]] = [(0.0, 0.0, 0.0, self.src)]
