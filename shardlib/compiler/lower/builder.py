@@ -46,14 +46,14 @@ class Builder:
         self.sent: dict[Any, Any] = {}  # results of exchanged borders, by value and ranges
 
     @contextmanager
-    def at(self, line: Line | None, backward: bool = False, inside: tuple[Module, ...] | None = None) -> Iterator[None]:
-        """Assigns the steps written inside to a source line, and to modules; None keeps the present ones."""
-        before = self.line, self.backward, self.inside
-        self.line, self.backward, self.inside = line, backward, self.inside if inside is None else inside
+    def at(self, line: Line | None, backward: bool = False) -> Iterator[None]:
+        """Assigns the steps written inside to a source line."""
+        before = self.line, self.backward
+        self.line, self.backward = line, backward
         try:
             yield
         finally:
-            self.line, self.backward, self.inside = before
+            self.line, self.backward = before
 
     def name(self, base: str) -> str:
         """Returns an unused name."""

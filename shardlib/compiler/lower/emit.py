@@ -60,14 +60,6 @@ class Emitter:
             return
         self.builder.compute(op.target, args, kwargs, outs, flops=flops, work=work)
 
-    def view(self, op: Op, assignment: Assignment, operand: Var, out: Var) -> None:
-        """Emits a view of an operand for its first reader; that of a gradient stays in the backward pass."""
-        line, backward, inside = self.builder.line, self.builder.backward, self.builder.inside
-        if op.backward and not backward:
-            line, backward, inside = op.line, True, op.node.meta.get("modules", ())
-        with self.builder.at(line, backward, inside):
-            self.op(op, op.required_rule, assignment, [operand], [out])
-
     def _note(self, op: Op, assignment: Assignment) -> None:
         """Records the sharding of an op that belongs to a sort."""
         counted = next((r.counted for r in op.results if r is not None and r.counted), None)

@@ -72,7 +72,7 @@ class OwnRows:
             assignment = self.values.assign_view(op, before[0])
             assert assignment is not None
             var = self.make(value, self.values.forms.result_form(op, 0, assignment, before[1]))
-            self.values.emitter.view(op, assignment, self.forms[source][before], var)
+            self.values.emitter.op(op, op.required_rule, assignment, [self.forms[source][before]], [var])
         return next(iter(self.forms[value]))
 
     def settle(self, value: Value) -> None:

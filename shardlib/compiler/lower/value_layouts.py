@@ -43,7 +43,7 @@ class Values:
         if (existing := self.have[value].get(form)) is not None:
             return existing
         var = self.make(value, form)
-        self.emitter.view(op, assignment, operand, var)
+        self.emitter.op(op, op.required_rule, assignment, [operand], [var])
         return var
 
     def through(self, op: Op, want: FactorAxes) -> tuple[Assignment, FactorAxes]:

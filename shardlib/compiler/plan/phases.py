@@ -38,23 +38,17 @@ def op_phases(ops: Sequence[Op]) -> dict[Op, str]:
 
 
 def step_phases(program: Program) -> list[str]:
-    """Returns the phase of each step, as `op_phases` does for ops.
+    """Returns the phase of each step, as `op_phases` does for ops; a view has the phase of its reader.
 
-    Messages and copies belong to the phase of their values. Waits, frees, steps without operands that the optimizer
-    does not read, and views of gradients among the optimizer's steps belong to the phase before them.
+    Messages and copies belong to the phase of their values. Waits, frees, and steps without operands that the optimizer
+    does not read belong to the phase before them.
     """
     phases, before = list[str](), FORWARD
     for step, phase in zip(program.steps, _find_phases([_call(s) for s in program.steps]), strict=True):
         is_free = isinstance(step, Wait | Free) or (phase == FORWARD and not reads(step))
-        is_free |= (before, phase) == (OPTIMIZER, BACKWARD) and _is_view(step)
         before = before if is_free else phase
         phases.append(before)
     return phases
-
-
-def _is_view(step: Step) -> bool:
-    values = [v.value for v in step.out_vars] if isinstance(step, Compute) else [None]
-    return all(value is not None and value.op is not None and value.op.transparent for value in values)
 
 
 def _call(step: Step) -> _Call:
