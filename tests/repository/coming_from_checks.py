@@ -11,7 +11,7 @@ _MATERIALIZED = "typeof(big.weight) == 'f32[8@data, 8]' and not big.weight.is_me
 _BF16 = "model(x).dtype == torch.bfloat16 and model[0].weight.dtype == torch.float32"
 _SAVED = "sl.Checkpoints(folder).newest == 1"
 _PLANNED = "{'all_gather', 'reduce_scatter'} <= kinds(out)"
-_RECOMPUTED = "'recomputes' in str(getattr(out, 'full', out)) or out.flops > plan(model).flops"
+_RECOMPUTED = "'recompute' in str(getattr(out, 'full', out)) or out.flops > plan(model).flops"
 _HOST = "out.host_memory > 0"
 _ATTENTION = "kinds(out) == {'all_to_all'}"
 _NO_GATHER = "'all_gather' not in kinds(out) and out.comm_bytes > 0"
