@@ -77,7 +77,7 @@ def check(
 ) -> CheckReport:
     """Runs `fn` on one device as plain torch, and sharded on `mesh`; compares every result.
 
-    Without `mesh`, it is the current one, else that of the tensors that the call reads, as in `jit`.
+    Without `mesh`, the step runs on the current mesh, else on the mesh of the tensors that it reads, as in `jit`.
 
     Results include the state after a call: arguments, parameters, buffers, `.grad` and an optimizer's moments. A
     function that changes state runs three times; each run starts from the same state. The run on one device has no
@@ -111,7 +111,7 @@ def check(
     """
     step = _copy_jitted(fn, in_specs, out_specs)
     register_mappings((args, kwargs))
-    mesh = mesh or current_mesh() or step.plan(*args, **kwargs).mesh  # outside any mesh, that of the tensors
+    mesh = mesh or current_mesh() or step.plan(*args, **kwargs).mesh  # the mesh of the tensors
     with mesh:
         comparison = _Comparison(step, mesh, args, kwargs, rtol, atol)
         comparison.compare_results()

@@ -156,7 +156,7 @@ class Items:
 
     @cached_property
     def _prefixes(self) -> dict[int, set[str]]:
-        """Maps outermost modules to what stands before their paths in names of inputs: `model.`.
+        """Maps outermost modules to the prefix of their paths in names of inputs: `model.`.
 
         A module may read several sets of weights, and a recorded round of a loop belongs to several modules.
         """
@@ -167,7 +167,7 @@ class Items:
         return prefixes
 
     def _read_prefixes(self, op: Op) -> Iterator[str]:
-        """Yields what stands before the path of an op's module in the names of inputs that the op reads."""
+        """Yields the prefixes of the path of an op's module in the names of the inputs that the op reads."""
         inside, positions = op.node.meta.get("modules", ()), self._source_positions
         for name in (self.naming.inputs[positions[v]] for v in op.operands if v in positions):
             if inside and inside[-1].path and (at := f".{name}".rfind(f".{inside[-1].path}.")) >= 0:

@@ -78,7 +78,7 @@ class LocalForm:
         labels, dims = self._emitter.propagation.labels[self._op], self._emitter.propagation.dims
         sizes = tuple([(f, *map(dims.size, own)) for f, own in labels.items()])
         operands = tuple([(v.layout, v.dtype) for v in leaves((self.args, self.kwargs), Var)])
-        device = self.device if self._op.node.all_input_nodes else None  # that of a new tensor is in the call
+        device = self.device if self._op.node.all_input_nodes else None  # without operands, `call.key` has the device
         place = self._builder.mesh, device, torch.get_default_dtype()
         return self.call.key, id(self.rule), self._recordings, sizes, tuple(self._assignment.items()), operands, place
 
